@@ -1,0 +1,29 @@
+"""Typed errors. Each message says what was got, what is supported and what to do."""
+
+
+class NibbleLMError(Exception):
+    """Base of every error this package raises on purpose; the CLI prints it as one line and exits with 1."""
+
+
+class ConfigError(NibbleLMError):
+    """config.json or generation_config.json asks for something that is not supported, or is malformed."""
+
+
+class CheckpointError(NibbleLMError):
+    """A weight file, an index or a folder is missing, malformed, hostile or incomplete."""
+
+
+class ConvertError(NibbleLMError):
+    """A conversion cannot start or go on (destination exists, disk full, unknown scheme ...)."""
+
+
+class TokenizerError(NibbleLMError):
+    """A tokenizer or chat template is missing, unreadable or cannot do what was asked."""
+
+
+class DeviceError(NibbleLMError):
+    """A device, an extension or memory that was asked for is not there."""
+
+
+class RequestError(NibbleLMError):
+    """A generation request is invalid: prompt too long, parameter out of range, unknown argument."""

@@ -1,0 +1,93 @@
+"""The float32 oracle in plain PyTorch: the definition of every op of the contract. Slow and obvious on purpose."""
+
+import torch
+from torch import Tensor
+
+from nibblelm.ops.types import QuantizedWeight, Weight
+
+
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """int32 words (R, W), low code first -> unsigned codes (R, count) as int32."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    codes = (packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return codes.reshape(packed.shape[0], -1)[:, :count]
+
+
+def dequantize(weight: Weight) -> Tensor:
+    """The (N, K) fp32 matrix that a weight stands for."""
+    if isinstance(weight, Tensor):
+        return weight.float()
+    n, k = weight.shape
+    group = k if weight.group_size == -1 else weight.group_size
+    codes = unpack_codes(weight.codes, weight.bits, k).float()
+    scale = weight.scale.float().repeat_interleave(group, 1)[:, :k]
+    if weight.minimum is not None:
+        return codes * scale + weight.minimum.float().repeat_interleave(group, 1)[:, :k]
+    if weight.zero_point is None:
+        return (codes - (1 << (weight.bits - 1))) * scale
+    zero = unpack_codes(weight.zero_point.T.contiguous(), weight.bits, n).T.float()
+    return (codes - zero.repeat_interleave(group, 1)[:, :k]) * scale
+
+
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    y = x.float() @ dequantize(weight).T
+    return y if bias is None else y + bias
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, plus_one: bool = False
+) -> tuple[Tensor, Tensor]:
+    h = x if residual is None else x + residual
+    y = h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + eps)
+    return y * (weight.float() + 1 if plus_one else weight.float()), h
+
+
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    half = cos.shape[1]
+    c, s = cos[positions.long()].unsqueeze(1), sin[positions.long()].unsqueeze(1)
+    rotated = x[..., : 2 * half].float()
+    a, b = (rotated[..., 0::2], rotated[..., 1::2]) if interleaved else rotated.split(half, -1)
+    first, second = a * c - b * s, b * c + a * s
+    joined = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
+    return torch.cat((joined, x[..., 2 * half :].float()), -1)
+
+
+def attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, scale: float, window: int = 0
+) -> Tensor:
+    rows = []
+    for row, slot, position in zip(q.float(), slots.tolist(), positions.tolist(), strict=True):
+        first = max(0, position + 1 - window) if window > 0 else 0
+        heads_per_kv = q.shape[1] // k_cache.shape[1]
+        k = k_cache[slot, :, first : position + 1].float().repeat_interleave(heads_per_kv, 0)
+        v = v_cache[slot, :, first : position + 1].float().repeat_interleave(heads_per_kv, 0)
+        scores = torch.einsum("hd,hpd->hp", row, k) * scale
+        rows.append(torch.einsum("hp,hpd->hd", torch.softmax(scores, -1), v).flatten())
+    return torch.stack(rows)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def embedding(ids: Tensor, table: Weight) -> Tensor:
+    return dequantize(table)[ids.long()]
+
+
+def softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x.float(), -1).nan_to_num(0.0) if bool((x == -torch.inf).all(-1).any()) else torch.softmax(x.float(), -1)
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    empty = (x == -torch.inf).all(-1, keepdim=True)
+    return torch.where(empty, -torch.inf, torch.log_softmax(x.float(), -1))
+
+
+def argmax(x: Tensor) -> Tensor:
+    highest = x.max(-1, keepdim=True).values
+    columns = torch.arange(x.shape[-1])
+    return torch.where(x == highest, columns, x.shape[-1]).min(-1).values.int()
+
+
+__all__ = ["QuantizedWeight", "Weight", "argmax", "attention", "dequantize", "embedding", "linear", "log_softmax", "rms_norm", "rope", "softmax", "swiglu", "unpack_codes"]

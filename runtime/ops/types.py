@@ -1,0 +1,63 @@
+"""The weight types the ops take: what is on disk (`QuantizedWeight`) and what a kernel reads (`PackedLinear`)."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+ActivationBits = Literal[8, 16, 24]
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """An (N, K) matrix of unsigned int4 or int8 codes: `w[n, k] = scale[n, g] * (code[n, k] - zero[n, g])`.
+
+    g = k // group_size; one group per row when `group_size` is -1. In the minimum form ("NoZero")
+    `w[n, k] = scale[n, g] * code[n, k] + minimum[n, g]` and `zero_point` is None.
+
+    codes       int32 (N, ceil(K / (32 / bits))), the compressed-tensors `weight_packed`: dense along K, low code first
+    scale       fp16 / bf16 / fp32 (N, G)
+    zero_point  int32 (ceil(N / (32 / bits)), G), packed along dimension 0 in the same way; None means symmetric
+                (zero = 8 or 128) unless `minimum` is given
+    minimum     the dtype of scale, (N, G), or None
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    bits: Literal[4, 8]
+    group_size: int
+    shape: tuple[int, int]
+    minimum: Tensor | None = None
+
+    @property
+    def groups(self) -> int:
+        """G, the number of groups along K."""
+        return 1 if self.group_size == -1 else -(-self.shape[1] // self.group_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero-points together."""
+        parts = (self.codes, self.scale, self.zero_point, self.minimum)
+        return sum(p.numel() * p.element_size() for p in parts if p is not None)
+
+
+Weight = Tensor | QuantizedWeight
+"""A full fp32 / bf16 / fp16 (N, K) tensor, or a quantized one."""
+
+
+@dataclass(frozen=True)
+class PackedLinear:
+    """One (N, K) weight repacked into the tiling of a device's kernels by `ops.pack_linear`.
+
+    `data` is owned by the device's module and means nothing to anyone else.
+    `bits` is 4, 8, 16 or 32; `nbytes` is what one decode step streams for it.
+    """
+
+    shape: tuple[int, int]
+    bits: int
+    group_size: int
+    nbytes: int
+    device: torch.device
+    data: Any
