@@ -52,7 +52,8 @@ def linear(
 ) -> Tensor:
     """`x @ weight.T + bias`. Source: the affine form in `QuantizedWeight`.
 
-    x     (M, K); bias (N,) in fp32, or None; out (M, N), may be a column slice of a wider buffer
+    x     (M, K); bias (N,) in fp32, or None; out (M, N), may be a column slice of a wider buffer and may be fp32
+          where x is bf16 (the head's logits)
     activation_bits  for quantized weights on the CPU: x is rounded per row and group of K to 8-, 16- or 24-bit
                      fixed point (int8 digits), then the dot product is exact in int32. 24 is as accurate as an
                      fp32 dot product. Ignored for full weights, which take fp32 products.
