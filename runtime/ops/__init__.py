@@ -10,7 +10,9 @@ and dtypes they got when the contract is broken.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import ModuleType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from torch import Tensor
 from nibblelm.errors import DeviceError
 from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, Weight
 
-__all__ = ["ActivationBits", "PackedLinear", "QuantizedWeight", "Weight"]
+__all__ = ["ActivationBits", "PackedLinear", "Program", "QuantizedWeight", "Weight"]
 
 
 def backend(device: torch.device) -> ModuleType:
@@ -32,6 +34,25 @@ def backend(device: torch.device) -> ModuleType:
 
         return cuda
     raise DeviceError(f"device {device.type!r} is not supported; use cpu or cuda")
+
+
+class Program(Protocol):
+    """A recorded sequence of ops; it keeps every tensor that the sequence reads or writes."""
+
+    def replay(self) -> None:
+        """Run the recorded ops again on the same tensors, with what these hold now."""
+        ...
+
+
+def capture(device: torch.device) -> AbstractContextManager[Program]:
+    """Record the ops of this module called inside the block, to be replayed in one call without Python.
+
+    Inputs are read again at replay, so positions, slots and ids are changed by writing into their tensors;
+    results appear in the tensors that the ops returned while they were recorded. Only ops of this module count:
+    other torch calls inside the block are not recorded. The results of the block itself are undefined until the
+    first `replay`. Recording is per thread, cannot be nested (RuntimeError), and is dropped on an exception.
+    """
+    return backend(device).capture(device)
 
 
 def pack_linear(parts: Sequence[Weight], device: torch.device) -> PackedLinear:
