@@ -3,7 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 if __name__ != "nibblelm":
-    raise ImportError(f"this folder is the package 'nibblelm', not '{__name__}': install it with pip and import nibblelm")
+    raise ImportError(
+        f"this folder is the package 'nibblelm', not '{__name__}': install it with pip and import nibblelm"
+    )
 
 __version__ = "0.1.0"
 
@@ -13,7 +15,15 @@ if TYPE_CHECKING:
     from nibblelm.errors import NibbleLMError
     from nibblelm.sampler import SamplingParams
 
-__all__ = ["LLM", "GenerationOutput", "NibbleLMError", "SamplingParams", "StreamPiece", "__version__", "convert"]
+__all__ = [
+    "LLM",
+    "GenerationOutput",
+    "NibbleLMError",
+    "SamplingParams",
+    "StreamPiece",
+    "__version__",
+    "convert",
+]
 
 _HOME = {
     "LLM": "nibblelm.engine",

@@ -1,0 +1,61 @@
+"""Llama 1, 2 and 3.x (Touvron et al. 2023; Grattafiori et al. 2024): pre-norm decoder, rotary GQA, SwiGLU."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from nibblelm.config import DECODER_KEYS, DecoderConfig, Key, decoder_config, read_keys
+from nibblelm.layers import Attention, Embedding, Head, Mlp, RMSNorm, Rope, Step, Weights
+
+KEYS = {
+    **DECODER_KEYS,
+    "attention_bias": Key(bool, False, optional=True),
+    "mlp_bias": Key(bool, False, optional=True),
+}
+
+
+def read_config(raw: Mapping[str, Any], strict: bool = False) -> DecoderConfig:
+    """config.json of a Llama -> DecoderConfig."""
+    values = read_keys(raw, KEYS, strict)
+    bias = values["attention_bias"]
+    return decoder_config(raw, values, qkv_bias=bias, o_bias=bias, mlp_bias=values["mlp_bias"])
+
+
+class Layer:
+    """One decoder layer; x and the residual stream are (M, hidden)."""
+
+    def __init__(self, weights: Weights, config: DecoderConfig, rope: Rope, index: int) -> None:
+        name = f"model.layers.{index}"
+        self.attention_norm = RMSNorm(weights, f"{name}.input_layernorm", config.hidden_size, config.norm_eps)
+        self.attention = Attention(weights, f"{name}.self_attn", config, rope, index)
+        self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", config.hidden_size, config.norm_eps)
+        self.mlp = Mlp(weights, f"{name}.mlp", config)
+
+    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        x, residual = self.attention_norm(x, residual)
+        x = self.attention(x, step)
+        x, residual = self.mlp_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class Model:
+    """Token ids to hidden states to logits."""
+
+    def __init__(self, weights: Weights, config: DecoderConfig, positions: int) -> None:
+        self.config = config
+        self.embedding = Embedding(weights, "model.embed_tokens", config)
+        rope = Rope(config, positions, weights.device)
+        self.layers = [Layer(weights, config, rope, i) for i in range(config.layers)]
+        self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps)
+        self.head = Head(weights, config)
+
+    def forward(self, step: Step, rows: slice = slice(None)) -> Tensor:
+        """Logits (rows, vocab) in fp32 of the chosen rows of a step; the step's keys and values enter its cache."""
+        x, residual = self.embedding(step.ids), None
+        for layer in self.layers:
+            x, residual = layer.forward(x, residual, step)
+        if residual is not None and rows != slice(None):
+            x, residual = x[rows], residual[rows]
+        x, _ = self.norm(x, residual)
+        return self.head(x)

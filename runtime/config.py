@@ -1,0 +1,242 @@
+"""The strict reader of config.json.
+
+Each models/<type>.py declares the typed keys that it accepts; `read_keys` hands back their values. A known key with an
+unsupported value is an error before any weight is read; an unknown key is one warning, an error with `strict`.
+Both layouts are read: transformers 5 (`rope_parameters`, `dtype`) and 4 (`rope_theta` + `rope_scaling`, `torch_dtype`).
+"""
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nibblelm.errors import ConfigError
+
+REQUIRED: Any = object()
+
+
+@dataclass(frozen=True)
+class Key:
+    """One accepted key: its type, its default, and the values that are implemented (None: all of that type).
+
+    A float key takes integers too; `optional` lets null stand for the default.
+    """
+
+    type: type
+    default: Any = REQUIRED
+    only: tuple[Any, ...] | None = None
+    optional: bool = False
+    minimum: float | None = None
+
+    def read(self, name: str, raw: Mapping[str, Any]) -> Any:
+        """The value of `name` in `raw`, checked."""
+        value = raw.get(name, REQUIRED)
+        if value is REQUIRED or (value is None and (self.optional or self.default is None)):
+            if self.default is REQUIRED:
+                raise ConfigError(f"config.json has no {name!r}, which this model_type needs")
+            return self.default
+        if self.type is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.type:
+            raise ConfigError(f"config.json: {name} must be {self.type.__name__}, got {value!r}")
+        if self.type is float and not math.isfinite(value):
+            raise ConfigError(f"config.json: {name} must be finite, got {value!r}")
+        if self.only is not None and value not in self.only:
+            raise ConfigError(f"config.json: {name} = {value!r} is not supported; supported: {list(self.only)}")
+        if self.minimum is not None and value < self.minimum:
+            raise ConfigError(f"config.json: {name} must be at least {self.minimum:g}, got {value!r}")
+        return value
+
+
+POSITIVE = Key(int, minimum=1)
+
+# Keys that change nothing in inference, or that other readers own (the quantization scheme, tokens, generation).
+_INERT = frozenset(
+    """_name_or_path _attn_implementation _from_model_config architectures attention_dropout attn_implementation auto_map
+    bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id finetuning_task hidden_dropout id2label
+    initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id model_type output_attentions
+    output_hidden_states pad_token_id pretraining_tp problem_type quantization_config return_dict task_specific_params
+    tokenizer_class torch_dtype torchscript transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16
+    use_cache use_return_dict""".split()
+)
+
+
+def read_keys(raw: Mapping[str, Any], keys: Mapping[str, Key], strict: bool = False) -> dict[str, Any]:
+    """The values of `keys`, checked; names unknown to both `keys` and the inert list are reported.
+
+    Raises ConfigError for a missing, mistyped or unsupported value, and for unknown keys when `strict`.
+    """
+    values = {name: key.read(name, raw) for name, key in keys.items()}
+    unknown = sorted(set(raw) - set(keys) - _INERT - {"rope_parameters", "rope_scaling", "rope_theta"})
+    if unknown:
+        message = f"config.json has keys unknown to model_type {raw.get('model_type')!r}: {', '.join(unknown)}"
+        if strict:
+            raise ConfigError(message + "; run without --strict to ignore them")
+        warnings.warn(message + " (ignored)", stacklevel=2)
+    return values
+
+
+# The keys shared by decoders with rotary attention, RMSNorm and SwiGLU.
+DECODER_KEYS: dict[str, Key] = {
+    "vocab_size": POSITIVE,
+    "hidden_size": POSITIVE,
+    "intermediate_size": POSITIVE,
+    "num_hidden_layers": POSITIVE,
+    "num_attention_heads": POSITIVE,
+    "num_key_value_heads": Key(int, None, minimum=1),
+    "head_dim": Key(int, None, minimum=1),
+    "max_position_embeddings": POSITIVE,
+    "rms_norm_eps": Key(float, 1e-6, minimum=0.0),
+    "hidden_act": Key(str, "silu", only=("silu", "swish")),
+    "tie_word_embeddings": Key(bool, False, optional=True),
+}
+
+# Qwen's sliding-window keys: layers from max_window_layers on have the window when it is in use.
+WINDOW_KEYS: dict[str, Key] = {
+    "use_sliding_window": Key(bool, False, optional=True),
+    "sliding_window": Key(int, None, minimum=1),
+    "max_window_layers": Key(int, 0, optional=True, minimum=0),
+    "layer_types": Key(list, None),
+}
+
+
+def window_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """The attention window of each layer from `WINDOW_KEYS`, 0 for full attention."""
+    layers = values["num_hidden_layers"]
+    window = values["sliding_window"] if values["use_sliding_window"] else None
+    types = values["layer_types"] or [
+        "sliding_attention" if window and i >= values["max_window_layers"] else "full_attention" for i in range(layers)
+    ]
+    supported = ("full_attention", "sliding_attention")
+    if len(types) != layers or any(t not in supported for t in types):
+        raise ConfigError(f"config.json: layer_types must name one of {list(supported)} for each of {layers} layers")
+    if window is None and "sliding_attention" in types:
+        raise ConfigError("config.json: layer_types has sliding_attention, but sliding_window is not in use")
+    return tuple(window if t == "sliding_attention" else 0 for t in types)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: base and scaling. `parameters` holds the numbers of its type (factor, beta_fast ...)."""
+
+    type: str
+    theta: float
+    parameters: Mapping[str, float | bool | None]
+
+
+_ROPE_NUMBERS: dict[str, dict[str, Key]] = {
+    "default": {},
+    "linear": {"factor": Key(float, minimum=1.0)},
+    "llama3": {
+        "factor": Key(float, minimum=1.0),
+        "low_freq_factor": Key(float),
+        "high_freq_factor": Key(float),
+        "original_max_position_embeddings": Key(float, minimum=1.0),
+    },
+    "yarn": {
+        "factor": Key(float, minimum=1.0),
+        "original_max_position_embeddings": Key(float, minimum=1.0),
+        "attention_factor": Key(float, None),
+        "beta_fast": Key(float, None),
+        "beta_slow": Key(float, None),
+        "mscale": Key(float, None),
+        "mscale_all_dim": Key(float, None),
+        "truncate": Key(bool, True, optional=True),
+    },
+}
+
+
+def read_rope(raw: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
+    """The rotary parameters of either layout. Unknown `rope_type` or unknown keys of one are errors."""
+    section = raw.get("rope_parameters")
+    if section is None:
+        section = raw.get("rope_scaling") or {}
+    if not isinstance(section, dict):
+        raise ConfigError(f"config.json: rope_parameters / rope_scaling must be an object, got {section!r}")
+    section = dict(section)
+    kind = section.pop("rope_type", None)
+    legacy = section.pop("type", None)
+    kind = kind or legacy or "default"
+    if not isinstance(kind, str) or kind not in _ROPE_NUMBERS:
+        raise ConfigError(f"config.json: rope_type {kind!r} is not supported; supported: {sorted(_ROPE_NUMBERS)}")
+    theta = Key(float, None).read("rope_theta", section)
+    section.pop("rope_theta", None)
+    if theta is None:
+        theta = Key(float, default_theta, optional=True).read("rope_theta", raw)
+    if Key(float, 1.0, optional=True).read("partial_rotary_factor", section) != 1.0:
+        raise ConfigError("config.json: partial_rotary_factor other than 1.0 is not supported for this model_type")
+    section.pop("partial_rotary_factor", None)
+    if kind == "yarn" and section.get("original_max_position_embeddings") is None:
+        section["original_max_position_embeddings"] = raw.get("max_position_embeddings")
+    if theta <= 0:
+        raise ConfigError(f"config.json: rope_theta must be positive, got {theta}")
+    keys = _ROPE_NUMBERS[kind]
+    unknown = sorted(set(section) - set(keys)) if kind != "default" else []
+    if unknown:
+        raise ConfigError(f"config.json: {kind} rope has unknown keys {unknown}; known: {sorted(keys)}")
+    return RopeConfig(kind, theta, {name: key.read(name, section) for name, key in keys.items()})
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """What the layers of a rotary, RMSNorm, SwiGLU decoder need to know. Sizes are in elements."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_positions: int
+    norm_eps: float
+    rope: RopeConfig
+    tied: bool
+    windows: tuple[int, ...]
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+def decoder_config(raw: Mapping[str, Any], values: Mapping[str, Any], **features: Any) -> DecoderConfig:
+    """Build a DecoderConfig from the values of `DECODER_KEYS`, checking that the sizes fit together."""
+    heads, hidden, layers = values["num_attention_heads"], values["hidden_size"], values["num_hidden_layers"]
+    kv_heads = values["num_key_value_heads"] or heads
+    head_dim = values["head_dim"]
+    if head_dim is None:
+        if hidden % heads:
+            raise ConfigError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+        head_dim = hidden // heads
+    if heads % kv_heads:
+        raise ConfigError(
+            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    if head_dim % 2 or head_dim > 256:
+        raise ConfigError(f"config.json: head_dim {head_dim} is not supported; it must be even and at most 256")
+    return DecoderConfig(
+        model_type=str(raw["model_type"]),
+        vocab_size=values["vocab_size"],
+        hidden_size=hidden,
+        intermediate_size=values["intermediate_size"],
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_positions=values["max_position_embeddings"],
+        norm_eps=values["rms_norm_eps"],
+        rope=read_rope(raw),
+        tied=values["tie_word_embeddings"],
+        **{"windows": (0,) * layers, **features},
+    )
+
+
+def token_ids(raw: Mapping[str, Any], name: str) -> list[int]:
+    """`eos_token_id` and its like: absent, null, a number or a list of numbers -> list of ids."""
+    value = raw.get(name)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(type(i) is not int or i < 0 for i in ids):
+        raise ConfigError(f"{name} must be a token id or a list of token ids, got {value!r}")
+    return ids

@@ -1,0 +1,146 @@
+"""The layers of a decoder: from checkpoint names to ops. No layer knows bits; that is a property of its weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.config import DecoderConfig
+from nibblelm.kv_cache import KVCache
+from nibblelm.rope_scaling import tables
+from nibblelm.weights import PlanWeights, TensorSpec, Weights
+
+__all__ = [
+    "Attention",
+    "Embedding",
+    "Head",
+    "Linear",
+    "Mlp",
+    "PlanWeights",
+    "RMSNorm",
+    "Rope",
+    "Step",
+    "TensorSpec",
+    "Weights",
+]
+
+
+@dataclass(frozen=True)
+class Step:
+    """M new tokens: ids, positions and cache slots, (M,) int32 each, and the cache they enter."""
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    cache: KVCache
+
+
+class Linear:
+    """One projection, or several of one input side by side: (M, K) -> (M, N)."""
+
+    def __init__(self, weights: Weights, modules: Sequence[tuple[str, int]], columns: int, bias: bool = False) -> None:
+        self.packed = weights.matrices(modules, columns)
+        self.rows = sum(rows for _, rows in modules)
+        self.bias = torch.cat([weights.vector(f"{name}.bias", rows) for name, rows in modules]) if bias else None
+        self.activation_bits = weights.activation_bits
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if len(self.packed) == 1:
+            return ops.linear(x, self.packed[0], self.bias, self.activation_bits)
+        out, first = x.new_empty(x.shape[0], self.rows), 0
+        for packed in self.packed:  # parts of different schemes run apart, each into its own columns
+            last = first + packed.shape[0]
+            bias = None if self.bias is None else self.bias[first:last]
+            ops.linear(x, packed, bias, self.activation_bits, out[:, first:last])
+            first = last
+        return out
+
+
+class Head:
+    """The output projection: (M, hidden) -> logits (M, vocab) in fp32."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        config: DecoderConfig,
+        module: str = "lm_head",
+        table: str = "model.embed_tokens",
+    ) -> None:
+        self.packed = weights.head(module, table, config.vocab_size, config.hidden_size, config.tied)
+        self.activation_bits = weights.activation_bits
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[0], self.packed[0].shape[0], dtype=torch.float32)
+        return ops.linear(x, self.packed[0], None, self.activation_bits, out)
+
+
+class Embedding:
+    """Token ids (M,) -> (M, hidden)."""
+
+    def __init__(self, weights: Weights, module: str, config: DecoderConfig) -> None:
+        self.table = weights.table(module, config.vocab_size, config.hidden_size, config.tied)
+        self.dtype = weights.dtype
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return ops.embedding(ids, self.table, self.dtype)
+
+
+class RMSNorm:
+    """Root-mean-square norm with the residual add before it: returns (norm(h), h), h = x + residual."""
+
+    def __init__(self, weights: Weights, module: str, size: int, eps: float) -> None:
+        self.weight, self.eps = weights.vector(f"{module}.weight", size), eps
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return ops.rms_norm(x, self.weight, self.eps, residual)
+
+
+class Rope:
+    """The cos and sin tables that every layer shares, (positions, head_dim / 2) in fp32."""
+
+    def __init__(self, config: DecoderConfig, positions: int, device: torch.device) -> None:
+        cos, sin = tables(config.rope, config.head_dim, positions)
+        self.cos, self.sin = cos.to(device), sin.to(device)
+
+
+class Attention:
+    """Grouped-query attention with rotary positions and, where the family has it, a norm on each head of q and k."""
+
+    def __init__(self, weights: Weights, name: str, config: DecoderConfig, rope: Rope, layer: int) -> None:
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.layer, self.window, self.rope = layer, config.windows[layer], rope
+        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        parts = [(f"{name}.q_proj", q_size), (f"{name}.k_proj", kv_size), (f"{name}.v_proj", kv_size)]
+        self.qkv = Linear(weights, parts, config.hidden_size, config.qkv_bias)
+        self.o = Linear(weights, [(f"{name}.o_proj", config.hidden_size)], q_size, config.o_bias)
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(weights, f"{name}.q_norm", self.head_dim, config.norm_eps)
+            self.k_norm = RMSNorm(weights, f"{name}.k_norm", self.head_dim, config.norm_eps)
+
+    def __call__(self, x: Tensor, step: Step) -> Tensor:
+        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q)[0], self.k_norm(k)[0]
+        q = ops.rope(q, step.positions, self.rope.cos, self.rope.sin)
+        k = ops.rope(k, step.positions, self.rope.cos, self.rope.sin)
+        keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
+        ops.kv_append(k, v, keys, values, step.slots, step.positions)
+        scale = self.head_dim**-0.5
+        return self.o(ops.attention(q, keys, values, step.slots, step.positions, scale, self.window))
+
+
+class Mlp:
+    """SwiGLU feed-forward: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, weights: Weights, name: str, config: DecoderConfig) -> None:
+        size, hidden = config.intermediate_size, config.hidden_size
+        parts = [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)]
+        self.gate_up = Linear(weights, parts, hidden, config.mlp_bias)
+        self.down = Linear(weights, [(f"{name}.down_proj", hidden)], size, config.mlp_bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(ops.swiglu(self.gate_up(x)))

@@ -1,0 +1,76 @@
+"""Inverse frequencies of rotary embedding under each context-extension rule, and the cos / sin tables.
+
+Computed in fp32 in the same order as the source implementations, so that positions in the ten thousands agree too.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from nibblelm.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, width: int) -> tuple[Tensor, float]:
+    """Frequencies (width / 2,) in radians per position, fp32, and the factor on cos and sin."""
+    base = 1.0 / (rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+    if rope.type == "linear":
+        return base / rope.parameters["factor"], 1.0
+    if rope.type == "llama3":
+        return _llama3(base, rope), 1.0
+    if rope.type == "yarn":
+        return _yarn(base, rope, width)
+    return base, 1.0
+
+
+def _numbers(rope: RopeConfig, *names: str) -> list[float]:
+    return [float(rope.parameters[name] or 0.0) for name in names]
+
+
+def _llama3(base: Tensor, rope: RopeConfig) -> Tensor:
+    """Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, those between interpolated."""
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, original = _numbers(rope, *names)
+    wavelength = 2 * math.pi / base
+    smooth = (original / wavelength - low) / (high - low)
+    between = (1 - smooth) * base / factor + smooth * base
+    slow = torch.where(wavelength > original / low, base / factor, between)
+    return torch.where(wavelength < original / high, base, slow)
+
+
+def _yarn(base: Tensor, rope: RopeConfig, width: int) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023): a ramp over dimensions from extrapolation to interpolation, and an attention factor."""
+    factor, original, mscale, mscale_all = _numbers(
+        rope, "factor", "original_max_position_embeddings", "mscale", "mscale_all_dim"
+    )
+    fast, slow = rope.parameters["beta_fast"] or 32.0, rope.parameters["beta_slow"] or 1.0
+
+    def dimension(rotations: float) -> float:
+        """The dimension that turns `rotations` times over the original context."""
+        return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(fast), dimension(slow)
+    if rope.parameters["truncate"]:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    span = high - low or 0.001
+    ramp = ((torch.arange(width // 2, dtype=torch.float32) - low) / span).clamp(0, 1)
+    attention = rope.parameters["attention_factor"]
+    if attention is None:
+        attention = (
+            _temperature(factor, mscale) / _temperature(factor, mscale_all)
+            if mscale and mscale_all
+            else _temperature(factor, 1.0)
+        )
+    return base / factor * ramp + base * (1 - ramp), float(attention)
+
+
+def _temperature(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def tables(rope: RopeConfig, width: int, positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin (positions, width / 2), fp32."""
+    frequencies, factor = inverse_frequencies(rope, width)
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
+    return angles.cos() * factor, angles.sin() * factor

@@ -1,0 +1,197 @@
+"""Where a model's wiring gets its weights: a plan that takes notes, a checkpoint, or a random generator."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.checkpoint import Checkpoint
+from nibblelm.errors import CheckpointError
+from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, Weight
+
+Kind = Literal["linear", "head", "embedding", "vector"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor that a model reads: its full name in the source checkpoint and its shape."""
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+
+    @property
+    def module(self) -> str:
+        """The module that owns the tensor: the name without `.weight` or `.bias`."""
+        return self.name.rpartition(".")[0]
+
+
+class Weights(Protocol):
+    """What layers ask for. Sizes are given, so a mismatch is found here and named."""
+
+    device: torch.device
+    dtype: torch.dtype
+    activation_bits: ActivationBits
+
+    def matrices(self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear") -> list[PackedLinear]:
+        """The (rows, columns) matrices of `modules` (name, rows), neighbours of one scheme stacked into one."""
+        ...
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A norm gain or a bias, (size,) in fp32."""
+        ...
+
+    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
+        """The (rows, columns) embedding table."""
+        ...
+
+    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
+        """The (rows, columns) output head, which may be the embedding table `table`."""
+        ...
+
+
+class PlanWeights:
+    """Takes notes of every tensor that the wiring asks for and hands out nothing."""
+
+    device = torch.device("cpu")
+    dtype = torch.float32
+    activation_bits: ActivationBits = 24
+
+    def __init__(self) -> None:
+        self.specs: list[TensorSpec] = []
+
+    def matrices(self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear") -> list[PackedLinear]:
+        self.specs += [TensorSpec(f"{name}.weight", kind, (rows, columns)) for name, rows in modules]
+        return []
+
+    def vector(self, name: str, size: int) -> Tensor:
+        self.specs.append(TensorSpec(name, "vector", (size,)))
+        return torch.empty(0)
+
+    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
+        self.specs.append(TensorSpec(f"{module}.weight", "embedding", (rows, columns)))
+        return torch.empty(0)
+
+    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
+        return [] if tied else self.matrices([(module, rows)], columns, "head")
+
+
+def _scheme(weight: Weight) -> tuple[Any, ...]:
+    """Weights with equal keys can be stacked into one kernel call."""
+    if isinstance(weight, QuantizedWeight):
+        return (
+            weight.bits,
+            weight.group_size,
+            weight.scale.dtype,
+            weight.zero_point is None,
+            weight.minimum is None,
+        )
+    return (weight.dtype,)
+
+
+class CheckpointWeights:
+    """Reads a checkpoint, module by module, into the tiling of a device, dropping file pages behind it."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        activation_bits: ActivationBits,
+    ) -> None:
+        self.checkpoint, self.device, self.dtype, self.activation_bits = (
+            checkpoint,
+            device,
+            dtype,
+            activation_bits,
+        )
+        self.streamed_bytes = 0
+
+    def _weight(self, module: str, shape: tuple[int, int]) -> Weight:
+        weight = self.checkpoint.weight(module)
+        if tuple(weight.shape) != shape:
+            raise CheckpointError(f"{module}.weight has shape {list(weight.shape)}; config.json says {list(shape)}")
+        return weight
+
+    def _pack(self, modules: Sequence[tuple[str, int]], columns: int) -> list[PackedLinear]:
+        weights = [self._weight(name, (rows, columns)) for name, rows in modules]
+        packed = [ops.pack_linear(list(parts), self.device) for _, parts in groupby(weights, _scheme)]
+        self.streamed_bytes += sum(p.nbytes for p in packed)
+        return packed
+
+    def _release(self, module: str) -> None:
+        for name in self.checkpoint.names():
+            if name.rpartition(".")[0] == module:
+                self.checkpoint.release(name)
+
+    def matrices(self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear") -> list[PackedLinear]:
+        packed = self._pack(modules, columns)
+        for name, _ in modules:
+            self._release(name)
+        return packed
+
+    def vector(self, name: str, size: int) -> Tensor:
+        value = self.checkpoint.tensor(name)
+        if tuple(value.shape) != (size,):
+            raise CheckpointError(f"{name} has shape {list(value.shape)}; config.json says [{size}]")
+        return value.to(self.device, torch.float32, copy=True)
+
+    def _holds(self, module: str) -> bool:
+        return any(f"{module}.{end}" in self.checkpoint for end in ("weight", "weight_packed"))
+
+    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
+        if tied and not self._holds(module):
+            module = "lm_head"
+        return _to_device(self._weight(module, (rows, columns)), self.device)
+
+    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
+        shipped = not tied or self._holds(module)
+        packed = self._pack([(module if shipped else table, rows)], columns)
+        if shipped:
+            self._release(module)
+        return packed
+
+
+def _to_device(weight: Weight, device: torch.device) -> Weight:
+    """The table as it is in the file: on the CPU it stays in the map, and only the rows in use become resident."""
+    if isinstance(weight, Tensor):
+        return weight.to(device)
+    zero = None if weight.zero_point is None else weight.zero_point.to(device)
+    scale, codes = weight.scale.to(device), weight.codes.to(device)
+    return QuantizedWeight(codes, scale, zero, weight.bits, weight.group_size, weight.shape)
+
+
+def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec], tied: bool) -> None:
+    """Raise CheckpointError that lists every missing and unexpected tensor by name, before any weight is read.
+
+    Either of the head and the embedding may stand for both when they are tied.
+    """
+    present = set(checkpoint.names())
+    quantized = {"weight_packed", "weight_scale", "weight_zero_point", "weight_shape"}
+    expected: set[str] = set()
+    missing: list[str] = []
+    for spec in specs:
+        names = {spec.name}
+        packed = {f"{spec.module}.{end}" for end in quantized} & present
+        if spec.kind != "vector" and packed:
+            names = packed | {f"{spec.module}.weight_packed", f"{spec.module}.weight_scale"}
+        alternatives = {n for n in present if n.startswith("lm_head.")} if tied and spec.kind == "embedding" else set()
+        if alternatives and not names <= present:
+            names = alternatives
+        expected |= names | alternatives
+        missing += sorted(names - present)
+    unexpected = sorted(n for n in present - expected if not n.endswith("rotary_emb.inv_freq"))
+    problems = [
+        f"{word}: {_listed(names)}" for word, names in (("missing", missing), ("unexpected", unexpected)) if names
+    ]
+    if problems:
+        raise CheckpointError(f"{checkpoint.folder}: tensors do not match config.json; " + "; ".join(problems))
+
+
+def _listed(names: Sequence[str], most: int = 20) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
