@@ -85,9 +85,8 @@ class Runner:
         captured = self._captured.get(len(ids))
         if captured is None:
             captured = self._captured[len(ids)] = self._capture(ids, positions, slots)
-        else:
-            captured.load(ids, positions, slots)
-            captured.program.replay()
+        captured.load(ids, positions, slots)
+        captured.program.replay()
         for slot, token in zip(slots, ids, strict=True):
             self.history[slot].append(token)
         return captured.logits

@@ -36,6 +36,28 @@ def backend(device: torch.device) -> ModuleType:
     raise DeviceError(f"device {device.type!r} is not supported; use cpu or cuda")
 
 
+def _kernels(device: torch.device, op: str) -> ModuleType:
+    """The module that has `op` for a device; on the CPU the reference where no kernel is written for it."""
+    module = backend(device)
+    return reference if device.type == "cpu" and not hasattr(module, op) else module
+
+
+def cuda_available() -> tuple[bool, str]:
+    """Whether the CUDA kernels can run here, and if not, the reason."""
+    try:
+        from nibblelm.ops import cuda
+    except ImportError as error:
+        return False, f"the CUDA extension cannot be loaded: {error}"
+    return cuda.available()
+
+
+def set_threads(count: int) -> None:
+    """Set how many CPU threads the kernels use, 1 or more."""
+    if count < 1:
+        raise ValueError(f"threads must be at least 1, got {count}")
+    backend(torch.device("cpu")).set_threads(count)
+
+
 class Program(Protocol):
     """A recorded sequence of ops; it keeps every tensor that the sequence reads or writes."""
 
@@ -94,14 +116,66 @@ def rms_norm(
     return backend(x.device).rms_norm(x, weight, eps, residual, plus_one)
 
 
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """LayerNorm over the last dimension, with fused residual add (Ba et al. 2016). CPU: through the reference.
+
+    x (M, H), weight (H,) fp32, bias (H,) fp32 or None, residual like x or None;
+    returns (norm(h) * weight + bias, h) with h = x + residual (h is x itself without residual)
+    """
+    return _kernels(x.device, "layer_norm").layer_norm(x, weight, bias, eps, residual)
+
+
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotary embedding, in place (Su et al. 2021).
 
     x (M, H, D), any stride in the first dimension; positions (M,) int32; cos, sin (T, R / 2) fp32 tables of the
     rotated width R <= D (the scaling variants are in the tables); half-split pairs (i, i + R/2), or
     (2i, 2i + 1) when interleaved. Returns x.
+
+    Two-dimensional (ChatGLM-6B): positions (2, M) rotate the first half of each head by stream 0 and the second
+    half by stream 1, with tables of R <= D / 2. On the CPU this form goes through two calls.
     """
+    if positions.ndim == 2 and x.device.type == "cpu":
+        for half, stream in zip(x.chunk(2, -1), positions, strict=True):
+            half.copy_(backend(x.device).rope(half.contiguous(), stream, cos, sin, interleaved))
+        return x
     return backend(x.device).rope(x, positions, cos, sin, interleaved)
+
+
+def rope_append(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    interleaved: bool = False,
+) -> Tensor:
+    """From the fused projection to attention's inputs: QK-norm, `rope` of q and k, `kv_append`, in one kernel.
+
+    qkv (M, H + 2 Hkv, D) in the order q, k, v, in place; positions (M,) or (2, M), in which case stream 0 is
+    the position in the cache; q_norm, k_norm (D,) fp32 or None; everything else as in the ops it fuses.
+    Returns the rotated q, (M, H, D), a view of qkv. The k and v rows of qkv are undefined afterwards.
+    """
+    kv_heads = k_cache.shape[1]
+    if qkv.device.type == "cuda":
+        return backend(qkv.device).rope_append(
+            qkv, positions, slots, cos, sin, k_cache, v_cache, q_norm, k_norm, eps, plus_one, interleaved
+        )
+    q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
+    for part, weight in ((q, q_norm), (k, k_norm)):
+        if weight is not None:
+            part.copy_(rms_norm(part, weight, eps, None, plus_one)[0])
+        rope(part, positions, cos, sin, interleaved)
+    kv_append(k, v, k_cache, v_cache, slots, positions if positions.ndim == 1 else positions[0])
+    return q
 
 
 def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor) -> None:
@@ -120,19 +194,77 @@ def attention(
     positions: Tensor,
     scale: float,
     window: int = 0,
+    *,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    mask: Tensor | None = None,
+    one_sequence: bool = False,
 ) -> Tensor:
     """Causal attention of new tokens against the cache, by online softmax (Milakov & Gimelshein 2018).
 
     q (M, H, D), any stride in the first dimension; caches (S, Hkv, T, D), H a multiple of Hkv;
     row m attends to positions p of cache slots[m] with p <= positions[m] and, if window > 0,
     p > positions[m] - window. returns (M, H * D)
+
+    The score of a pair is q . k * scale; softcap > 0 makes it softcap * tanh(score / softcap). Then are added
+    alibi_slopes (H,) fp32 times (p - positions[m]) and mask[m, p], an fp32 (M, columns) additive mask; positions
+    beyond its columns are not attended. prefix_lengths (M,) int32: row m also sees p < prefix_lengths[m] (a
+    bidirectional prompt). starts (S,) int32: the first valid position of each slot (left padding). A row that
+    may attend to nothing gives zeros. On the CPU these options go through the reference.
+
+    one_sequence  promises that all rows belong to slots[0] at consecutive positions, so that a device may take
+                  its tiled prefill kernel; a device may not see whether the promise is kept
     """
-    return backend(q.device).attention(q, k_cache, v_cache, slots, positions, scale, window)
+    options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
+    if q.device.type == "cpu":
+        if softcap == 0.0 and all(option is None for option in options[1:]):
+            return backend(q.device).attention(q, k_cache, v_cache, slots, positions, scale, window)
+        return reference.attention(q, k_cache, v_cache, slots, positions, scale, window, *options)
+    return backend(q.device).attention(q, k_cache, v_cache, slots, positions, scale, window, *options, one_sequence)
+
+
+def attention_mask(scores: Tensor, mask: Tensor, value: float = -10000.0) -> Tensor:
+    """Set scores to `value` where the mask is above 0.99, in place. CPU: through the reference.
+
+    scores (B, H, Q, K) fp32 or bf16; mask (B, Q, K) of the same dtype, 1 where attention is forbidden.
+    Returns scores.
+    """
+    return _kernels(scores.device, "attention_mask").attention_mask(scores, mask, value)
+
+
+def alibi_mask(scores: Tensor, slopes: Tensor, value: float = -10000.0) -> Tensor:
+    """Causal ALiBi (Press et al. 2022) on a score matrix, in place. CPU: through the reference.
+
+    scores (B, H, Q, K) fp32 or bf16, slopes (H,) fp32. Query row i is position K - Q + i: columns up to it get
+    slope * column added, later ones become `value`. Returns scores.
+    """
+    return _kernels(scores.device, "alibi_mask").alibi_mask(scores, slopes, value)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up on the concatenated projection (Shazeer 2020): (M, 2 I) -> (M, I)."""
     return backend(gate_up.device).swiglu(gate_up)
+
+
+Gelu = Literal["tanh", "erf"]
+"""The two forms of GELU in use: the tanh approximation and the exact one (Hendrycks & Gimpel 2016)."""
+
+
+def geglu(gate_up: Tensor, form: Gelu = "tanh") -> Tensor:
+    """gelu(gate) * up on the concatenated projection: (M, 2 I) -> (M, I). CPU: through the reference."""
+    return _kernels(gate_up.device, "geglu").geglu(gate_up, form)
+
+
+def gelu(x: Tensor, form: Gelu = "tanh") -> Tensor:
+    """GELU of every element of (M, N). CPU: through the reference."""
+    return _kernels(x.device, "gelu").gelu(x, form)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x) of every element of (M, N). CPU: through the reference."""
+    return _kernels(x.device, "silu").silu(x)
 
 
 def embedding(ids: Tensor, table: Weight, dtype: torch.dtype = torch.float32) -> Tensor:

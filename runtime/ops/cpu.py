@@ -62,9 +62,7 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits
     return _run(out, lambda: torch.nn.functional.linear(x, weight.data, bias))
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, plus_one: bool
-) -> tuple[Tensor, Tensor]:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, plus_one: bool) -> tuple[Tensor, Tensor]:
     h = x if residual is None else _run(torch.empty(x.shape), lambda: x + residual)
     y = _run(torch.empty(x.shape), lambda: reference.rms_norm(h, weight, eps, None, plus_one)[0])
     return y, h
@@ -110,3 +108,7 @@ def log_softmax(x: Tensor) -> Tensor:
 
 def argmax(x: Tensor) -> Tensor:
     return _run(torch.empty(x.shape[0], dtype=torch.int32), lambda: reference.argmax(x))
+
+
+def set_threads(count: int) -> None:
+    torch.set_num_threads(count)

@@ -42,7 +42,19 @@ def rms_norm(
     return y * (weight.float() + 1 if plus_one else weight.float()), h
 
 
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    h = x if residual is None else x + residual
+    centred = h.float() - h.float().mean(-1, keepdim=True)
+    y = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+    return (y if bias is None else y + bias.float()).to(x.dtype), h
+
+
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    if positions.ndim == 2:
+        halves = zip(x.chunk(2, -1), positions, strict=True)
+        return torch.cat([rope(half, stream, cos, sin, interleaved) for half, stream in halves], -1)
     half = cos.shape[1]
     c, s = cos[positions.long()].unsqueeze(1), sin[positions.long()].unsqueeze(1)
     rotated = x[..., : 2 * half].float()
@@ -53,17 +65,49 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
 
 
 def attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, scale: float, window: int = 0
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    prefix_lengths: Tensor | None = None,
+    starts: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    rows = []
-    for row, slot, position in zip(q.float(), slots.tolist(), positions.tolist(), strict=True):
+    rows, heads_per_kv = [], q.shape[1] // k_cache.shape[1]
+    for m, (row, slot, position) in enumerate(zip(q.float(), slots.tolist(), positions.tolist(), strict=True)):
+        end = max(position + 1, 0 if prefix_lengths is None else int(prefix_lengths[m]))
+        end = end if mask is None else min(end, mask.shape[1])
         first = max(0, position + 1 - window) if window > 0 else 0
-        heads_per_kv = q.shape[1] // k_cache.shape[1]
-        k = k_cache[slot, :, first : position + 1].float().repeat_interleave(heads_per_kv, 0)
-        v = v_cache[slot, :, first : position + 1].float().repeat_interleave(heads_per_kv, 0)
+        first = min(end, first if starts is None else max(first, int(starts[slot])))
+        k = k_cache[slot, :, first:end].float().repeat_interleave(heads_per_kv, 0)
+        v = v_cache[slot, :, first:end].float().repeat_interleave(heads_per_kv, 0)
         scores = torch.einsum("hd,hpd->hp", row, k) * scale
-        rows.append(torch.einsum("hp,hpd->hd", torch.softmax(scores, -1), v).flatten())
-    return torch.stack(rows)
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        if alibi_slopes is not None:
+            distance = torch.arange(first - position, end - position, device=q.device)
+            scores = scores + alibi_slopes.float().unsqueeze(1) * distance
+        if mask is not None:
+            scores = scores + mask[m, first:end].float()
+        rows.append(torch.einsum("hp,hpd->hd", softmax(scores), v).flatten())
+    return torch.stack(rows).to(q.dtype)
+
+
+def attention_mask(scores: Tensor, mask: Tensor, value: float = -10000.0) -> Tensor:
+    return scores.masked_fill_(mask.unsqueeze(1) > 0.99, value)
+
+
+def alibi_mask(scores: Tensor, slopes: Tensor, value: float = -10000.0) -> Tensor:
+    queries, keys = scores.shape[-2:]
+    columns = torch.arange(keys, device=scores.device)
+    allowed = columns <= torch.arange(keys - queries, keys, device=scores.device).unsqueeze(1)
+    biased = scores.float() + slopes.float().view(-1, 1, 1) * columns
+    return scores.copy_(torch.where(allowed, biased, value))
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -71,12 +115,26 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def geglu(gate_up: Tensor, form: str = "tanh") -> Tensor:
+    gate, up = gate_up.float().chunk(2, -1)
+    return (gelu(gate, form) * up).to(gate_up.dtype)
+
+
+def gelu(x: Tensor, form: str = "tanh") -> Tensor:
+    return torch.nn.functional.gelu(x.float(), approximate="tanh" if form == "tanh" else "none").to(x.dtype)
+
+
+def silu(x: Tensor) -> Tensor:
+    return torch.nn.functional.silu(x.float()).to(x.dtype)
+
+
 def embedding(ids: Tensor, table: Weight) -> Tensor:
     return dequantize(table)[ids.long()]
 
 
 def softmax(x: Tensor) -> Tensor:
-    return torch.softmax(x.float(), -1).nan_to_num(0.0) if bool((x == -torch.inf).all(-1).any()) else torch.softmax(x.float(), -1)
+    empty = (x == -torch.inf).all(-1, keepdim=True)
+    return torch.where(empty, 0.0, torch.softmax(x.float(), -1))
 
 
 def log_softmax(x: Tensor) -> Tensor:
@@ -90,4 +148,24 @@ def argmax(x: Tensor) -> Tensor:
     return torch.where(x == highest, columns, x.shape[-1]).min(-1).values.int()
 
 
-__all__ = ["QuantizedWeight", "Weight", "argmax", "attention", "dequantize", "embedding", "linear", "log_softmax", "rms_norm", "rope", "softmax", "swiglu", "unpack_codes"]
+__all__ = [
+    "QuantizedWeight",
+    "Weight",
+    "alibi_mask",
+    "argmax",
+    "attention",
+    "attention_mask",
+    "dequantize",
+    "embedding",
+    "geglu",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "log_softmax",
+    "rms_norm",
+    "rope",
+    "silu",
+    "softmax",
+    "swiglu",
+    "unpack_codes",
+]
