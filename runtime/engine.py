@@ -1,0 +1,339 @@
+"""The Python API: load a folder, generate from prompts, stream, chat, read logits."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.checkpoint import Checkpoint, open_checkpoint
+from nibblelm.config import DecoderConfig, token_ids
+from nibblelm.errors import DeviceError, NibbleLMError, RequestError
+from nibblelm.kv_cache import bytes_per_token
+from nibblelm.models import family, tensor_plan
+from nibblelm.runner import Runner
+from nibblelm.sampler import Sampled, Sampler, SamplingParams
+from nibblelm.tokenizer import TextStream, Tokenizer, load_tokenizer
+from nibblelm.weights import CheckpointWeights, check_tensors
+
+Prompt = str | Sequence[int]
+FinishReason = Literal["stop", "length"]
+
+MAX_BATCH = 16
+"""Sequences decoded together; more prompts wait for a free slot."""
+
+CUDA_CONTEXT = 8192
+"""Positions allocated on a GPU when max_context is not given (or the model's limit, if that is smaller)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """Tokens and seconds of one request. `prefilled_tokens` leaves out what was still in the cache."""
+
+    prompt_tokens: int
+    prefilled_tokens: int
+    prefill_s: float
+    generated_tokens: int
+    decode_s: float
+
+    @property
+    def prefill_tok_s(self) -> float:
+        return self.prefilled_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Tokens after the first per second of decoding."""
+        return (self.generated_tokens - 1) / self.decode_s if self.decode_s and self.generated_tokens > 1 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationOutput:
+    """One finished request. `token_ids` includes the token that stopped it; `text` does not.
+
+    finish_reason  "stop" (end token or stop string) or "length"; `limit` says which length: "max_tokens" or "context"
+    logprobs       per token, from the raw logits, if asked for; prompt_logprobs likewise (None for the first token)
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    limit: Literal["max_tokens", "context"] | None
+    logprobs: list[Sampled] | None
+    prompt_logprobs: list[Sampled | None] | None
+    seed: int
+    timings: Timings
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamPiece:
+    """One token of a stream: its new text (maybe empty). The last piece carries the whole output."""
+
+    text: str
+    token_id: int | None
+    output: GenerationOutput | None = None
+
+
+class _Request:
+    """One sequence on its way through the batch."""
+
+    def __init__(self, llm: "LLM", ids: list[int], params: SamplingParams) -> None:
+        room = llm.max_context - len(ids)
+        if room < 1:
+            raise RequestError(f"the prompt has {len(ids)} tokens; the context of {llm.max_context} leaves no room to generate")
+        if bad := next((i for i in ids if not 0 <= i < llm.config.vocab_size), None):
+            raise RequestError(f"token id {bad} is outside the vocabulary of {llm.config.vocab_size}")
+        wanted = 256 if params.max_tokens is None else room if params.max_tokens == -1 else params.max_tokens
+        self.ids, self.params, self.most = ids, params, min(wanted, room)
+        self.limit: Literal["max_tokens", "context"] = "context" if room < wanted or params.max_tokens == -1 else "max_tokens"
+        self.ends = set(params.stop_token_ids) | (set() if params.ignore_eos else llm.eos_ids)
+        self.sampler = Sampler(params, llm.config.vocab_size, ids)
+        self.text = None if llm.tokenizer is None else TextStream(llm.tokenizer, params.stop)
+        self.sampled: list[Sampled] = []
+        self.prompt_logprobs: list[Sampled | None] | None = None
+        self.finish: FinishReason | None = None
+        self.slot = self.start = 0
+        self.begun = self.first = time.perf_counter()
+
+    def accept(self, logits: Tensor) -> StreamPiece:
+        """Choose the next token from logits (vocab,), and say what text it makes safe to show."""
+        chosen = self.sampler.sample(logits)
+        self.sampled.append(chosen)
+        text = ""
+        if chosen.token_id in self.ends:
+            self.finish = "stop"
+        elif self.text is not None:
+            text = self.text.push(chosen.token_id)
+            self.finish = "stop" if self.text.stopped else None
+        if self.finish is None and len(self.sampled) == self.most:
+            self.finish = "length"
+        if self.finish is not None and self.text is not None:
+            text += self.text.flush()
+        return StreamPiece(text, chosen.token_id, self.output() if self.finish else None)
+
+    def output(self) -> GenerationOutput:
+        assert self.finish is not None
+        now = time.perf_counter()
+        return GenerationOutput(
+            text="" if self.text is None else self.text.text,
+            token_ids=[s.token_id for s in self.sampled],
+            finish_reason=self.finish,
+            limit=self.limit if self.finish == "length" else None,
+            logprobs=None if self.params.logprobs is None else self.sampled,
+            prompt_logprobs=self.prompt_logprobs,
+            seed=self.sampler.seed,
+            timings=Timings(
+                len(self.ids), len(self.ids) - self.start, self.first - self.begun, len(self.sampled), now - self.first
+            ),
+        )
+
+
+class LLM:
+    """A loaded model.
+
+    model        a folder, or a hub id that is in (or can be fetched into) the local cache
+    device       "auto" (CUDA when it works, else CPU), "cpu" or "cuda"
+    dtype        activations. On the CPU the hidden state is always fp32, and dtype sets how the inputs of quantized
+                 layers are rounded: "fp32" to 24-bit fixed point (as accurate as an fp32 dot product) with an fp32
+                 cache, "bf16" to 16-bit, "auto" to 8-bit per group of K; both with a bf16 cache. On CUDA "auto" is bf16.
+    threads      CPU threads, default the cores this process may use
+    max_context  positions, default the model's limit (on CUDA at most 8,192)
+    strict       make unknown keys of config.json an error
+
+    Raises ConfigError, CheckpointError, TokenizerError or DeviceError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        device: str = "auto",
+        dtype: str = "auto",
+        threads: int | None = None,
+        max_context: int | None = None,
+        *,
+        strict: bool = False,
+        revision: str | None = None,
+    ) -> None:
+        begun = time.perf_counter()
+        self.device = _device(device)
+        if dtype not in ("auto", "fp32", "bf16"):
+            raise RequestError(f"dtype {dtype!r} is not supported; use auto, fp32 or bf16")
+        if threads is not None:
+            ops.set_threads(threads)
+        checkpoint = open_checkpoint(model, revision)
+        self.folder = checkpoint.folder
+        self.config: DecoderConfig = family(checkpoint.config).read_config(checkpoint.config, strict)
+        self.max_context = self._context(max_context)
+        self.generation_config = checkpoint.generation_config
+        self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint.folder)
+        self.bos_id, self.eos_ids = self._special_ids(checkpoint)
+        fp32 = dtype == "fp32"
+        self.dtype = torch.float32 if fp32 or self.device.type == "cpu" else torch.bfloat16
+        self.kv_dtype = torch.float32 if fp32 else torch.bfloat16
+        check_tensors(checkpoint, tensor_plan(checkpoint.config), self.config.tied)
+        weights = CheckpointWeights(checkpoint, self.device, self.dtype, 24 if fp32 else 16 if dtype == "bf16" else 8)
+        network = family(checkpoint.config).Model(weights, self.config, self.max_context)
+        self.runner = Runner(network, self.device, self.kv_dtype, self.max_context)
+        self.weight_bytes = weights.streamed_bytes
+        self.load_s = time.perf_counter() - begun
+
+    def _context(self, wanted: int | None) -> int:
+        limit = self.config.max_positions
+        if wanted is None:
+            return limit if self.device.type == "cpu" else min(limit, CUDA_CONTEXT)
+        if not 1 <= wanted <= limit:
+            raise RequestError(f"a context of {wanted} positions was asked for; this model supports 1 to {limit}")
+        return wanted
+
+    def _special_ids(self, checkpoint: Checkpoint) -> tuple[int | None, set[int]]:
+        """BOS and the end tokens: generation_config.json first, then config.json, then the tokenizer."""
+        found: dict[str, list[int]] = {}
+        for name, own in (("bos_token_id", "bos_id"), ("eos_token_id", "eos_id")):
+            ids = token_ids(checkpoint.generation_config, name) or token_ids(checkpoint.config, name)
+            fallback = getattr(self.tokenizer, own, None)
+            found[name] = ids or ([] if fallback is None else [fallback])
+        return next(iter(found["bos_token_id"]), None), set(found["eos_token_id"])
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of cache that one position of one sequence takes."""
+        c = self.config
+        return bytes_per_token(c.layers, c.kv_heads, c.head_dim, self.kv_dtype)
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None, **options: Any) -> GenerationOutput: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[Prompt] | Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> Any: ...
+
+    def generate(self, prompts: Any, params: SamplingParams | None = None, **options: Any) -> Any:
+        """Continue one prompt (text, or a list of token ids) or each of a list of prompts.
+
+        options are fields of SamplingParams, which override those of `params`; unknown ones raise.
+        Returns a GenerationOutput, or a list of them in the order of the prompts.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
+        resolved = self._params(params, options)
+        requests = [_Request(self, self.encode(p), resolved) for p in ([prompts] if single else prompts)]
+        outputs: dict[int, GenerationOutput] = {}
+        for index, piece in self._run(requests):
+            if piece.output is not None:
+                outputs[index] = piece.output
+        return outputs[0] if single else [outputs[i] for i in range(len(requests))]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[StreamPiece]:
+        """Continue one prompt piece by piece; the last piece carries the output."""
+        request = _Request(self, self.encode(prompt), self._params(params, options))
+        return (piece for _, piece in self._run([request]))
+
+    def stream_chat(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[StreamPiece]:
+        """Answer a conversation through the chat template. Turns already in the cache are not computed again."""
+        if self.tokenizer is None:
+            raise RequestError("chat needs a tokenizer; this folder has none")
+        ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(list(messages)), add_special_tokens=False)
+        request = _Request(self, ids, self._params(params, options))
+        request.start = self._shared_prefix(ids)
+        return (piece for _, piece in self._run([request]))
+
+    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any) -> GenerationOutput:
+        """Like `stream_chat`, all at once."""
+        output = [piece.output for piece in self.stream_chat(messages, params, **options)][-1]
+        assert output is not None
+        return output
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Logits (len(ids), vocab) in fp32 of a prompt of token ids, computed by prefill."""
+        with torch.inference_mode():
+            return self.runner.prefill(list(ids), every_row=True)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt as `generate` uses them: special tokens as the tokenizer adds them, BOS if empty."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("this folder has no tokenizer; pass token ids instead of text")
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = list(prompt)
+        if ids:
+            return ids
+        if self.bos_id is None:
+            raise RequestError("the prompt is empty, and this model has no BOS token to start from")
+        return [self.bos_id]
+
+    def _params(self, params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
+        known = {field.name for field in dataclasses.fields(SamplingParams)}
+        if unknown := sorted(set(options) - known):
+            raise RequestError(f"unknown options {unknown}; known: {sorted(known)}")
+        return dataclasses.replace(params or SamplingParams(), **options).resolve(self.generation_config)
+
+    def _shared_prefix(self, ids: Sequence[int]) -> int:
+        """How many leading ids are in the cache of slot 0; at least one token is left to compute."""
+        shared = 0
+        for old, new in zip(self.runner.history[0], ids[:-1], strict=False):
+            if old != new:
+                break
+            shared += 1
+        return shared
+
+    @torch.inference_mode()
+    def _prefill(self, request: _Request) -> Tensor:
+        if request.params.prompt_logprobs is None:
+            logits = self.runner.prefill(request.ids, request.slot, request.start)
+        else:
+            request.start = 0
+            rows = self.runner.prefill(request.ids, request.slot, every_row=True)
+            score = Sampler(dataclasses.replace(request.params, logprobs=request.params.prompt_logprobs), rows.shape[1], [])
+            pairs = zip(rows[:-1], request.ids[1:], strict=True)
+            request.prompt_logprobs = [None, *(score.score(row, token) for row, token in pairs)]
+            logits = rows[-1:]
+        return logits
+
+    def _run(self, requests: Sequence[_Request]) -> Iterator[tuple[int, StreamPiece]]:
+        """Prefill each request alone, decode up to MAX_BATCH together; yields (index of the request, piece)."""
+        self.runner.reserve(min(len(requests), MAX_BATCH))
+        waiting = deque(enumerate(requests))
+        free = deque(range(min(len(self.runner.history), MAX_BATCH)))
+        active: dict[int, _Request] = {}
+        while waiting or active:
+            while waiting and free:
+                index, request = waiting.popleft()
+                request.slot, request.begun = free.popleft(), time.perf_counter()
+                logits = self._prefill(request)
+                request.first = time.perf_counter()
+                active[index] = request
+                yield index, self._accept(index, logits[0], active, free)
+            if not active:
+                continue
+            batch = list(active.items())
+            with torch.inference_mode():
+                logits = self.runner.decode([r.sampled[-1].token_id for _, r in batch], [r.slot for _, r in batch])
+            for (index, _), row in zip(batch, logits, strict=True):
+                yield index, self._accept(index, row, active, free)
+
+    def _accept(self, index: int, logits: Tensor, active: dict[int, _Request], free: deque[int]) -> StreamPiece:
+        with torch.inference_mode():
+            piece = active[index].accept(logits)
+        if piece.output is not None:
+            free.append(active.pop(index).slot)
+        return piece
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise RequestError(f"device {name!r} is not supported; use auto, cpu or cuda")
+    if name == "cpu":
+        return torch.device("cpu")
+    works, reason = ops.cuda_available()
+    if name == "cuda" and not works:
+        raise DeviceError(f"device cuda cannot be used: {reason}")
+    return torch.device("cuda" if works else "cpu")
+
+
+__all__ = ["LLM", "GenerationOutput", "NibbleLMError", "SamplingParams", "StreamPiece", "Timings"]
