@@ -12,12 +12,13 @@ and dtypes they got when the contract is broken.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from nibblelm.errors import DeviceError
+from nibblelm.ops import reference
 from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, Weight
 
 __all__ = ["ActivationBits", "PackedLinear", "Program", "QuantizedWeight", "Weight"]
