@@ -1,0 +1,1 @@
+"""Quantization: the on-disk format (`affine`), and one file per method of choosing scales and zero-points."""
