@@ -71,7 +71,7 @@ class _Subject:
                 result |= self.after(branch, positions)
             return result
         if kind in _REPEATS:
-            return self._repeat(*value, positions)
+            return self._repeat(value[0], value[1], value[2], positions)
         # ASSERT or ASSERT_NOT: looking ahead needs each position by itself
         single = [bit for index in range(positions.bit_length()) if (bit := 1 << index) & positions]
         return sum(bit for bit in single if (self.after(value[1], bit) != 0) == (kind == "ASSERT"))
