@@ -1,6 +1,7 @@
 """Model families: one file per `model_type`, found by name.
 
-A family file exports `KEYS` (the config keys it accepts), `read_config(raw, strict)` and `Model(weights, config, positions)`.
+A family file exports `KEYS` (the config keys it accepts), `read_config(raw, strict)` and
+`Model(weights, config, positions)`.
 """
 
 if __name__ != "nibblelm.models":

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024): Llama's wiring with a bias on q, k and v and optional windows on late layers."""
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): Llama's wiring with a bias on q, k, v and optional windows on late layers."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -53,12 +53,14 @@ POSITIVE = Key(int, minimum=1)
 
 # Keys that change nothing in inference, or that other readers own (the quantization scheme, tokens, generation).
 _INERT = frozenset(
-    """_name_or_path _attn_implementation _from_model_config architectures attention_dropout attn_implementation auto_map
-    bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id finetuning_task hidden_dropout id2label
-    initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id model_type output_attentions
-    output_hidden_states pad_token_id pretraining_tp problem_type quantization_config return_dict task_specific_params
-    tokenizer_class torch_dtype torchscript transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16
-    use_cache use_return_dict""".split()
+    """
+    _name_or_path _attn_implementation _from_model_config architectures attention_dropout attn_implementation
+    auto_map bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id finetuning_task
+    hidden_dropout id2label initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference
+    label2id model_type output_attentions output_hidden_states pad_token_id pretraining_tp problem_type
+    quantization_config return_dict task_specific_params tokenizer_class torch_dtype torchscript
+    transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict
+    """.split()
 )
 
 

@@ -84,12 +84,16 @@ class _Request:
     def __init__(self, llm: "LLM", ids: list[int], params: SamplingParams) -> None:
         room = llm.max_context - len(ids)
         if room < 1:
-            raise RequestError(f"the prompt has {len(ids)} tokens; the context of {llm.max_context} leaves no room to generate")
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens; the context of {llm.max_context} leaves no room to generate"
+            )
         if bad := next((i for i in ids if not 0 <= i < llm.config.vocab_size), None):
             raise RequestError(f"token id {bad} is outside the vocabulary of {llm.config.vocab_size}")
         wanted = 256 if params.max_tokens is None else room if params.max_tokens == -1 else params.max_tokens
         self.ids, self.params, self.most = ids, params, min(wanted, room)
-        self.limit: Literal["max_tokens", "context"] = "context" if room < wanted or params.max_tokens == -1 else "max_tokens"
+        self.limit: Literal["max_tokens", "context"] = (
+            "context" if room < wanted or params.max_tokens == -1 else "max_tokens"
+        )
         self.ends = set(params.stop_token_ids) | (set() if params.ignore_eos else llm.eos_ids)
         self.sampler = Sampler(params, llm.config.vocab_size, ids)
         self.text = None if llm.tokenizer is None else TextStream(llm.tokenizer, params.stop)
@@ -139,7 +143,7 @@ class LLM:
     device       "auto" (CUDA when it works, else CPU), "cpu" or "cuda"
     dtype        activations. On the CPU the hidden state is always fp32, and dtype sets how the inputs of quantized
                  layers are rounded: "fp32" to 24-bit fixed point (as accurate as an fp32 dot product) with an fp32
-                 cache, "bf16" to 16-bit, "auto" to 8-bit per group of K; both with a bf16 cache. On CUDA "auto" is bf16.
+                 cache, "bf16" to 16-bit, "auto" to 8-bit per group of K; both with a bf16 cache. On CUDA auto is bf16.
     threads      CPU threads, default the cores this process may use
     max_context  positions, default the model's limit (on CUDA at most 8,192)
     strict       make unknown keys of config.json an error
@@ -242,7 +246,9 @@ class LLM:
         request.start = self._shared_prefix(ids)
         return (piece for _, piece in self._run([request]))
 
-    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any) -> GenerationOutput:
+    def chat(
+        self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
+    ) -> GenerationOutput:
         """Like `stream_chat`, all at once."""
         output = [piece.output for piece in self.stream_chat(messages, params, **options)][-1]
         assert output is not None
@@ -289,7 +295,9 @@ class LLM:
         else:
             request.start = 0
             rows = self.runner.prefill(request.ids, request.slot, every_row=True)
-            score = Sampler(dataclasses.replace(request.params, logprobs=request.params.prompt_logprobs), rows.shape[1], [])
+            score = Sampler(
+                dataclasses.replace(request.params, logprobs=request.params.prompt_logprobs), rows.shape[1], []
+            )
             pairs = zip(rows[:-1], request.ids[1:], strict=True)
             request.prompt_logprobs = [None, *(score.score(row, token) for row, token in pairs)]
             logits = rows[-1:]

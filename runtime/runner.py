@@ -66,7 +66,9 @@ class Runner:
         Returns the logits (1, vocab) of the last token, or (len(ids) - start, vocab) of all; fp32.
         """
         if start >= len(ids) or len(ids) > self.capacity:
-            raise RequestError(f"prefill of {len(ids)} tokens from {start}: the cache has room for 1 to {self.capacity}")
+            raise RequestError(
+                f"prefill of {len(ids)} tokens from {start}: the cache has room for 1 to {self.capacity}"
+            )
         self.history[slot] = list(ids[:start])
         chunk, parts = PREFILL_CHUNK[self.device.type], []
         for first in range(start, len(ids), chunk):

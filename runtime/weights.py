@@ -63,9 +63,11 @@ class PlanWeights:
 
     def __init__(self) -> None:
         self.specs: list[TensorSpec] = []
+        self.groups: list[list[str]] = []  # modules that read the same input and can run as one
 
     def matrices(self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear") -> list[PackedLinear]:
         self.specs += [TensorSpec(f"{name}.weight", kind, (rows, columns)) for name, rows in modules]
+        self.groups.append([name for name, _ in modules])
         return []
 
     def vector(self, name: str, size: int) -> Tensor:

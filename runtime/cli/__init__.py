@@ -1,0 +1,56 @@
+"""`nibblelm COMMAND`: one file per command, each with `HELP`, `add_arguments(parser)` and `run(args) -> int`.
+
+Text alone goes to standard output, everything else to standard error. Exit codes: 0; 1 for an expected failure, with
+one readable line; 2 for usage; 130 after Ctrl-C.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from nibblelm import __version__
+from nibblelm.errors import NibbleLMError
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands. Command files import what is heavy inside `run`, so that this stays quick."""
+    from nibblelm.cli import chat, convert, doctor, generate, info
+
+    parser = argparse.ArgumentParser(
+        prog="nibblelm", description="Run decoder language models with int4 and int8 weights on CPU and CUDA."
+    )
+    parser.add_argument("--version", action="version", version=f"nibblelm {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (generate, chat, convert, info, doctor):
+        name = module.__name__.rpartition(".")[2]
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(command)
+        command.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = build_parser().parse_args(argv)
+    if not args.debug:
+        warnings.showwarning = _plain_warning
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("\nnibblelm: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away: nobody is left to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (NibbleLMError, OSError, MemoryError) as error:
+        if args.debug:
+            raise
+        print(f"nibblelm: error: {str(error) or type(error).__name__}", file=sys.stderr)
+        return 1
+
+
+def _plain_warning(message: Warning | str, *_: object, **__: object) -> None:
+    print(f"nibblelm: warning: {message}", file=sys.stderr)

@@ -1,0 +1,68 @@
+"""`nibblelm generate`: continue a prompt, streaming to standard output."""
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nibblelm.cli.options import add_model_arguments, add_sampling_arguments, load_model, print_footer, sampling_params
+
+if TYPE_CHECKING:
+    from nibblelm.engine import LLM
+
+HELP = "continue a prompt"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - reads standard input")
+    source.add_argument("-f", "--file", metavar="PATH", help="read the prompt from a file")
+    parser.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
+    parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    parser.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_sampling_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    prompt = _prompt(args)
+    llm = load_model(args)
+    params = sampling_params(args)
+    messages = _messages(llm, prompt, args)
+    pieces = llm.stream(prompt, params) if messages is None else llm.stream_chat(messages, params)
+    if args.echo and not args.json:
+        print(prompt, end="", flush=True)
+    output = None
+    for piece in pieces:
+        if not args.json:
+            print(piece.text, end="", flush=True)
+        output = piece.output
+    assert output is not None
+    if args.json:
+        print(json.dumps(dataclasses.asdict(output) | {"prompt": prompt}))
+    else:
+        print(flush=True)
+        print_footer(output)
+    return 0
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if args.file is not None:
+        return Path(args.file).read_text(encoding="utf-8")
+    return sys.stdin.read() if args.prompt == "-" else args.prompt
+
+
+def _messages(llm: "LLM", prompt: str, args: argparse.Namespace) -> list[dict[str, Any]] | None:
+    """The conversation for the chat template, or None when the prompt goes in as it is."""
+    template = llm.tokenizer is not None and llm.tokenizer.chat_template is not None
+    if args.system is not None and (args.raw or not template):
+        from nibblelm.errors import RequestError
+
+        raise RequestError("--system needs a chat template; this model has none (or --raw was given)")
+    if args.raw or not template:
+        return None
+    system = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*system, {"role": "user", "content": prompt}]

@@ -1,0 +1,87 @@
+"""`nibblelm info`: architecture, size and memory of a model folder, without loading its weights."""
+
+import argparse
+import json
+from typing import Any
+
+HELP = "print architecture, context, bits per weight and memory of a model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-m", "--model", required=True, metavar="PATH|HUB_ID", help="model folder or hub id")
+    parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    facts = describe(args.model, args.strict)
+    if args.json:
+        print(json.dumps(facts))
+        return 0
+    print(f"{facts['folder']}")
+    print(
+        f"architecture     {facts['model_type']}: {facts['layers']} layers, hidden {facts['hidden_size']}, "
+        f"{facts['heads']} heads ({facts['kv_heads']} kv) of {facts['head_dim']}, vocabulary {facts['vocab_size']}"
+    )
+    print(f"context          {facts['context']} tokens")
+    print(f"parameters       {facts['parameters'] / 1e6:.1f} M, {facts['bits_per_weight']:.2f} bits per weight")
+    for scheme, count in facts["schemes"].items():
+        print(f"  {scheme:<28} {count} matrices")
+    print(f"weights          {facts['weight_bytes'] / 2**20:.1f} MiB")
+    print(
+        f"KV cache         {facts['kv_bytes_per_1k_tokens'] / 2**20:.2f} MiB per 1k tokens in bf16, twice that in fp32"
+    )
+    if facts["unfused"]:
+        print(f"not fused        {', '.join(facts['unfused'])}: their parts differ in scheme and run apart")
+    return 0
+
+
+def describe(source: str, strict: bool = False) -> dict[str, Any]:
+    """Facts of a model folder as plain values: sizes in elements and bytes."""
+    from collections import Counter
+    from math import prod
+
+    import torch
+
+    from nibblelm.checkpoint import open_checkpoint
+    from nibblelm.kv_cache import bytes_per_token
+    from nibblelm.models import family
+    from nibblelm.weights import PlanWeights, check_tensors
+
+    checkpoint = open_checkpoint(source)
+    module = family(checkpoint.config)
+    config = module.read_config(checkpoint.config, strict)
+    plan = PlanWeights()
+    module.Model(plan, config, positions=1)
+    check_tensors(checkpoint, plan.specs, config.tied)
+
+    def scheme(name: str) -> str:
+        found = (
+            checkpoint.quantization.scheme(name) if checkpoint.quantization and name != "model.embed_tokens" else None
+        )
+        if found is None or f"{name}.weight" in checkpoint:
+            return f"{checkpoint.info(f'{name}.weight').dtype}".removeprefix("torch.")
+        grouping = "per row" if found.group_size == -1 else f"groups of {found.group_size}"
+        return f"int{found.bits}, {grouping}, {'symmetric' if found.symmetric else 'zero-point'}"
+
+    matrices = [spec for spec in plan.specs if spec.kind in ("linear", "head")]
+    parameters = sum(prod(spec.shape) for spec in plan.specs)
+    weight_bytes = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
+    return {
+        "folder": str(checkpoint.folder),
+        "model_type": config.model_type,
+        "layers": config.layers,
+        "hidden_size": config.hidden_size,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "context": config.max_positions,
+        "parameters": parameters,
+        "bits_per_weight": weight_bytes * 8 / parameters,
+        "weight_bytes": weight_bytes,
+        "kv_bytes_per_1k_tokens": 1000
+        * bytes_per_token(config.layers, config.kv_heads, config.head_dim, torch.bfloat16),
+        "schemes": dict(Counter(scheme(spec.module) for spec in matrices)),
+        "unfused": [group[0] for group in plan.groups if len({scheme(name) for name in group}) > 1],
+    }

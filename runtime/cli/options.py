@@ -1,0 +1,87 @@
+"""Flags that several commands share, and what they mean."""
+
+import argparse
+import resource
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nibblelm.engine import LLM, GenerationOutput
+    from nibblelm.sampler import SamplingParams
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """-m and everything that decides how a model is loaded."""
+    parser.add_argument("-m", "--model", required=True, metavar="PATH|HUB_ID", help="model folder or hub id")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "fp32", "bf16"),
+        default="auto",
+        help="activations; on the CPU auto rounds inputs of quantized layers to 8 bits, bf16 to 16, fp32 to 24",
+    )
+    parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: the cores it may use)")
+    parser.add_argument("--ctx-size", type=_positive, metavar="N", help="context in tokens (default: the model's)")
+    parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of SamplingParams; a flag that is not given takes generation_config.json's value, else the default."""
+    group = parser.add_argument_group("sampling (default: generation_config.json, else temperature 0.8, top-p 0.95)")
+    group.add_argument("-n", "--max-tokens", type=int, metavar="N", help="tokens to generate (256; -1: to the end)")
+    group.add_argument("--temp", "--temperature", type=float, dest="temperature", metavar="T", help="0 is greedy")
+    group.add_argument("--top-k", type=int, metavar="K")
+    group.add_argument("--top-p", type=float, metavar="P")
+    group.add_argument("--min-p", type=float, metavar="P")
+    group.add_argument("--repetition-penalty", type=float, metavar="R")
+    group.add_argument("--presence-penalty", type=float, metavar="R")
+    group.add_argument("--frequency-penalty", type=float, metavar="R")
+    group.add_argument("--seed", type=int, metavar="S")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after end tokens")
+
+
+def sampling_params(args: argparse.Namespace) -> "SamplingParams":
+    """The SamplingParams that the flags ask for."""
+    from nibblelm.sampler import SamplingParams
+
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        ignore_eos=args.ignore_eos,
+    )
+
+
+def load_model(args: argparse.Namespace) -> "LLM":
+    """The model that the flags ask for."""
+    from nibblelm.engine import LLM
+
+    return LLM(args.model, args.device, args.dtype, args.threads, args.ctx_size, strict=args.strict)
+
+
+def print_footer(output: "GenerationOutput") -> None:
+    """Tokens, speed and peak memory of a request, on standard error."""
+    t = output.timings
+    reason = "context is full" if output.limit == "context" else output.limit or "end of text"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    print(
+        f"prompt: {t.prompt_tokens} tokens, {t.prefill_tok_s:.1f} tok/s | "
+        f"generation: {t.generated_tokens} tokens, {t.decode_tok_s:.1f} tok/s ({reason}) | "
+        f"peak memory: {peak / 2**20:.0f} MiB",
+        file=sys.stderr,
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
