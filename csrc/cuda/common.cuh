@@ -1,0 +1,236 @@
+// Device helpers and the checked launch that every kernel of this folder uses.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "launch.h"
+
+namespace nibblelm {
+
+constexpr int kWarp{32};
+constexpr unsigned kAllLanes{0xffffffffu};
+
+using bf16 = __nv_bfloat16;
+using half = __half;
+
+// ---- scalars -------------------------------------------------------------------------------------------------
+
+template <typename T>
+__device__ __forceinline__ float to_float(T v) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    return __bfloat162float(v);
+  } else if constexpr (std::is_same_v<T, half>) {
+    return __half2float(v);
+  } else {
+    return static_cast<float>(v);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ T from_float(float v) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    return __float2bfloat16_rn(v);
+  } else if constexpr (std::is_same_v<T, half>) {
+    return __float2half_rn(v);
+  } else {
+    return v;
+  }
+}
+
+// One element of a tensor whose dtype is known only at run time (scales, biases, outputs: never in an inner loop).
+__device__ __forceinline__ float load_as_float(const void* p, int64_t i, DType dtype) {
+  switch (dtype) {
+    case DType::bf16:
+      return __bfloat162float(static_cast<const bf16*>(p)[i]);
+    case DType::f16:
+      return __half2float(static_cast<const half*>(p)[i]);
+    default:
+      return static_cast<const float*>(p)[i];
+  }
+}
+
+__device__ __forceinline__ void store_from_float(void* p, int64_t i, DType dtype, float v) {
+  switch (dtype) {
+    case DType::bf16:
+      static_cast<bf16*>(p)[i] = __float2bfloat16_rn(v);
+      break;
+    case DType::f16:
+      static_cast<half*>(p)[i] = __float2half_rn(v);
+      break;
+    default:
+      static_cast<float*>(p)[i] = v;
+      break;
+  }
+}
+
+// ---- 16-byte access ------------------------------------------------------------------------------------------
+
+// `Vec<T>` is 16 bytes of T: 4 floats or 8 half-precision values.
+template <typename T>
+struct alignas(16) Vec {
+  static constexpr int kSize{16 / sizeof(T)};
+  T v[kSize];
+};
+
+// Data that changes between launches (activations): an ordinary coherent load.
+template <typename T>
+__device__ __forceinline__ Vec<T> load_vec(const T* p) {
+  return *reinterpret_cast<const Vec<T>*>(p);
+}
+
+// Data read once and by one thread (a row of softmax, a K/V tile): does not displace what L1 holds.
+template <typename T>
+__device__ __forceinline__ Vec<T> load_vec_streaming(const T* p) {
+  uint4 raw;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
+               : "l"(p)
+               : "memory");
+  Vec<T> out;
+  memcpy(&out, &raw, 16);
+  return out;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_vec(T* p, const Vec<T>& v) {
+  *reinterpret_cast<Vec<T>*>(p) = v;
+}
+
+// True where `p` and a row stride in bytes both allow 16-byte access.
+inline bool aligned16(const void* p, int64_t stride_bytes) {
+  return reinterpret_cast<std::uintptr_t>(p) % 16 == 0 && stride_bytes % 16 == 0;
+}
+
+// ---- asynchronous copies to shared memory (sm_80 and later) --------------------------------------------------
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_4(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Returns when at most `Pending` of this thread's most recent groups are still in flight.
+template <int Pending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// ---- reductions ----------------------------------------------------------------------------------------------
+// Butterflies: every lane ends with the same value, and the order of additions is fixed (results are reproducible).
+
+template <typename T, typename Op>
+__device__ __forceinline__ T warp_reduce(T v, Op op) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    v = op(v, __shfl_xor_sync(kAllLanes, v, offset));
+  }
+  return v;
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+  return warp_reduce(v, [](float a, float b) { return a + b; });
+}
+
+__device__ __forceinline__ float warp_max(float v) {
+  return warp_reduce(v, [](float a, float b) { return fmaxf(a, b); });
+}
+
+// Reduction over the block; `scratch` is 32 elements of shared memory, free again after the caller's next barrier.
+// Every thread of the block calls it (blockDim.x a multiple of 32) and gets the result.
+template <typename T, typename Op>
+__device__ __forceinline__ T block_reduce(T v, T identity, T* scratch, Op op) {
+  v = warp_reduce(v, op);
+  const int lane = threadIdx.x % kWarp;
+  const int warps = blockDim.x / kWarp;
+  if (lane == 0) {
+    scratch[threadIdx.x / kWarp] = v;
+  }
+  __syncthreads();
+  return warp_reduce(lane < warps ? scratch[lane] : identity, op);
+}
+
+__device__ __forceinline__ float block_sum(float v, float* scratch) {
+  return block_reduce(v, 0.0f, scratch, [](float a, float b) { return a + b; });
+}
+
+__device__ __forceinline__ float block_max(float v, float* scratch) {
+  return block_reduce(v, -INFINITY, scratch, [](float a, float b) { return fmaxf(a, b); });
+}
+
+// ---- programmatic dependent launch ---------------------------------------------------------------------------
+// Contract of every kernel here: *every* thread block calls `dependency_wait()` before it reads or writes anything
+// that a step changes, also blocks that then return at once. Weights, gains and scales may be read before it. A block
+// that skipped it would let its successor overtake its predecessor. Both are no-ops when the launch did not ask.
+
+__device__ __forceinline__ void dependency_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets the next kernel's blocks start beside this one's; call it once the block's own long loads are under way.
+__device__ __forceinline__ void dependency_release() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- host side -----------------------------------------------------------------------------------------------
+
+// Throws with `what` (op, shapes, dtype) in the message; used after every runtime call.
+inline void check(cudaError_t status, const std::string& what) {
+  if (status != cudaSuccess) {
+    (void)cudaGetLastError();  // clear it: the next launch must not report this one
+    throw std::runtime_error(what + ": " + cudaGetErrorName(status) + ", " + cudaGetErrorString(status));
+  }
+}
+
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device{0}, value{0};
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
+// Launches `kernel` on `launch.stream`, raising its shared memory limit where needed. `what()` builds the text for the
+// error message ("rms_norm x=(3, 4096) bf16") and runs only on failure.
+template <typename What, typename... Params, typename... Args>
+void launch_kernel(const Launch& launch, What what, void (*kernel)(Params...), dim3 grid, dim3 block,
+                   size_t shared_bytes, Args... args) {
+  if (shared_bytes > 48 * 1024) {
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+          what());
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(launch.stream);
+  config.attrs = &attribute;
+  config.numAttrs = launch.programmatic ? 1 : 0;
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+  if (status != cudaSuccess) {
+    check(status, what());
+  }
+}
+
+}  // namespace nibblelm

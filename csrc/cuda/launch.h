@@ -1,0 +1,19 @@
+// What a launcher needs from its caller; no CUDA header, so the binding file compiles with the host compiler alone.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace nibblelm {
+
+// The order is the binding's: `_cuda.DTYPES` lists the names.
+enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
+
+inline const char* name(DType dtype) { return dtype == DType::f32 ? "fp32" : dtype == DType::f16 ? "fp16" : "bf16"; }
+
+struct Launch {
+  void* stream;       // cudaStream_t
+  bool programmatic;  // programmatic dependent launch: may start before the kernel ahead of it has finished
+};
+
+}  // namespace nibblelm
