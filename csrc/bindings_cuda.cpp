@@ -7,7 +7,7 @@
 #include "cuda/linear.h"
 
 namespace py = pybind11;
-using namespace nibblelm;
+using namespace nibblelm::cuda;
 
 namespace {
 

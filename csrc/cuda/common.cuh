@@ -13,7 +13,7 @@
 
 #include "launch.h"
 
-namespace nibblelm {
+namespace nibblelm::cuda {
 
 constexpr int kWarp{32};
 constexpr unsigned kAllLanes{0xffffffffu};
@@ -233,4 +233,4 @@ void launch_kernel(const Launch& launch, What what, void (*kernel)(Params...), d
   }
 }
 
-}  // namespace nibblelm
+}  // namespace nibblelm::cuda

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-namespace nibblelm {
+namespace nibblelm::cuda {
 
 // The order is the binding's: `_cuda.DTYPES` lists the names.
 enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
@@ -16,4 +16,4 @@ struct Launch {
   bool programmatic;  // programmatic dependent launch: may start before the kernel ahead of it has finished
 };
 
-}  // namespace nibblelm
+}  // namespace nibblelm::cuda
