@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Build the wheel, install it alone into a fresh environment that borrows .venv's dependencies (a .pth line does not
+# activate .venv's editable install), and run the tests from a copy outside the checkout.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$root/.venv/bin/pip" wheel --quiet --no-deps --wheel-dir "$work/dist" "$root"
+"$root/.venv/bin/python" -m venv --without-pip "$work/venv"
+site=$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+"$root/.venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/dependencies.pth"
+"$root/.venv/bin/pip" --python "$work/venv/bin/python" install --quiet --no-deps "$work"/dist/*.whl
+cp -r "$root/tests" "$root/pyproject.toml" "$work"
+cd "$work"
+"$work/venv/bin/python" -c 'import nibblelm, sys; assert nibblelm.__file__.startswith(sys.prefix), nibblelm.__file__'
+"$work/venv/bin/python" -m pytest -n 2 --dist loadfile --data "$root/../shared/data" "$@"
