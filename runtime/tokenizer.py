@@ -1,0 +1,223 @@
+"""Text to token ids and back, the same ids as transformers' AutoTokenizer gives, without importing it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from nibblelm.detokenizer import (
+    BYTE_PIECE,
+    ByteFallbackDetokenizer,
+    ByteLevelDetokenizer,
+    StopFinder,
+    byte_level_bytes,
+    detokenizer_factory,
+)
+from nibblelm.errors import TokenizerError
+from nibblelm.tokenizer_files import Settings, load_backend, read_json, read_settings
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as JsonTokenizer
+
+
+class _Backend(Protocol):
+    def encode_ids(self, text: str, add_special_tokens: bool, /) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, /) -> str: ...
+    def id_to_token(self, token_id: int, /) -> str | None: ...
+    def token_to_id(self, token: str, /) -> int | None: ...
+
+    @property
+    def special(self) -> Mapping[str, str]: ...
+
+    @property
+    def special_ids(self) -> set[int]: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+class _JsonBackend:
+    """`tokenizers.Tokenizer` behind the same few methods as `SentencePieceBackend`."""
+
+    def __init__(self, backend: "JsonTokenizer", special: Mapping[str, str]) -> None:
+        self._backend = backend
+        self.special = special
+        self.special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.decode = backend.decode
+        self.token_to_id = backend.token_to_id
+        self.id_to_token = backend.id_to_token
+        self.size = backend.get_vocab_size()
+
+    def encode_ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+class Tokenizer:
+    """Encodes, decodes and renders chats for one checkpoint; made by `load_tokenizer`."""
+
+    def __init__(self, backend: _Backend, decoder: dict[str, Any] | None, chat_template: str | None) -> None:
+        self._backend = backend
+        self._special = dict(backend.special)
+        self._special_ids = backend.special_ids
+        self._pieces: dict[int, str | None] = {}
+        self._detokenizer = detokenizer_factory(decoder, self._decode_all)
+        self.chat_template = chat_template
+        self.vocab_size: int = backend.size
+        """Number of ids, added tokens included; a model's logits may be wider."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; `add_special_tokens` adds what the model expects around a text (often bos)."""
+        try:
+            return self._backend.encode_ids(text, add_special_tokens)
+        except Exception as error:
+            raise TokenizerError(f"the text cannot be encoded: {error}") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; ids outside the vocabulary have none."""
+        try:
+            return self._backend.decode(ids, skip_special_tokens)
+        except Exception as error:
+            raise TokenizerError(f"these token ids cannot be decoded: {error}") from error
+
+    def _decode_all(self, ids: list[int]) -> str:
+        return self.decode(ids, skip_special_tokens=False)
+
+    def piece(self, token_id: int) -> str | None:
+        """The token's string in the vocabulary ("Ġthe", "▁the", "<0x0A>"), None outside it."""
+        if token_id not in self._pieces:
+            self._pieces[token_id] = self._backend.id_to_token(token_id) if token_id >= 0 else None
+        return self._pieces[token_id]
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` leaves the token out by default."""
+        return token_id in self._special_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for wherever it is not the first of a text; b"" outside the vocabulary."""
+        piece = self.piece(token_id)
+        if piece is None:
+            return b""
+        stream = self._detokenizer(self.piece)
+        if isinstance(stream, ByteLevelDetokenizer) and not self.is_special(token_id):
+            return byte_level_bytes(piece)
+        if isinstance(stream, ByteFallbackDetokenizer):
+            match = BYTE_PIECE.fullmatch(piece)
+            return bytes([int(match[1], 16)]) if match else stream.replace(piece).encode()
+        return piece.encode() if self.is_special(token_id) else self._decode_all([token_id]).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """`token_bytes` as text, U+FFFD where they are no whole characters."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the beginning-of-sequence token, None if the tokenizer names none."""
+        return self._special_id("bos_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the tokenizer's end-of-sequence token; what ends a generation is the engine's business."""
+        return self._special_id("eos_token")
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._special.get(name)
+        return None if token is None else self._backend.token_to_id(token)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        """The prompt for `messages` ({"role": ..., "content": ...}) by the checkpoint's own template.
+
+        `kwargs` become variables of the template (tools, enable_thinking ...). Encode the result with
+        `add_special_tokens=False`: the template writes bos itself. Raises TokenizerError.
+        """
+        if self.chat_template is None:
+            raise TokenizerError("the checkpoint has no chat template; give a plain prompt instead")
+        from nibblelm.chat_template import render
+
+        variables = {"tools": None, "documents": None, **self._special, **kwargs}
+        return render(self.chat_template, messages, {**variables, "add_generation_prompt": add_generation_prompt})
+
+
+class TextStream:
+    """Text of a growing list of token ids: `decode` of all of them, cut at the first stop string, in pieces.
+
+    Nothing is given out that a later token could change or turn into a stop string. Costs O(1) per token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
+        def piece(token_id: int) -> str | None:
+            return None if skip_special_tokens and tokenizer.is_special(token_id) else tokenizer.piece(token_id)
+
+        self._detokenizer = tokenizer._detokenizer(piece)
+        self._stops = StopFinder(stops)
+        self._emitted: list[str] = []
+
+    def push(self, token_id: int) -> str:
+        """Add one token; returns the text that became safe to show."""
+        return self._emit(self._stops.push(self._detokenizer.push(token_id)))
+
+    def flush(self) -> str:
+        """No more tokens: returns what was held back, U+FFFD for bytes that were never completed."""
+        return self._emit(self._stops.push(self._detokenizer.flush(), final=True))
+
+    def _emit(self, text: str) -> str:
+        if text:
+            self._emitted.append(text)
+        return text
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete; the text from it on is dropped."""
+        return self._stops.stopped
+
+    @property
+    def text(self) -> str:
+        """Everything given out so far."""
+        return "".join(self._emitted)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a checkpoint folder, None if it has no tokenizer files.
+
+    Reads tokenizer.json, else vocab.json + merges.txt (GPT-2, Qwen2), else tokenizer.model (SentencePiece); with
+    tokenizer_config.json and the chat template beside it. Malformed files raise TokenizerError.
+    """
+    folder = Path(folder)
+    names = ("tokenizer.json", "vocab.json", "tokenizer.model")
+    found = next((name for name in names if (folder / name).is_file()), None)
+    if found is None:
+        return None
+    settings = read_settings(folder)
+    template = _chat_template(folder, settings)
+    if found == "tokenizer.model":
+        from nibblelm.sentencepiece_backend import SentencePieceBackend
+
+        backend = SentencePieceBackend(folder / found, settings)
+        return Tokenizer(backend, backend.decoder, template)
+    loaded = load_backend(folder, settings)
+    decoder = json.loads(loaded.decoder.__getstate__()) if loaded.decoder is not None else None
+    return Tokenizer(_JsonBackend(loaded, settings.special), decoder, template)
+
+
+def _chat_template(folder: Path, settings: Settings) -> str | None:
+    """chat_template.jinja, else chat_template.json, else tokenizer_config.json's one (or the one named default)."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenizerError(f"{path} is not readable text: {error}") from error
+    template = read_json(folder / "chat_template.json").get("chat_template", settings.config.get("chat_template"))
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+    if isinstance(template, dict):
+        if "default" not in template:
+            raise TokenizerError(f"{folder} has chat templates {sorted(map(str, template))} but none named default")
+        template = template["default"]
+    if template is not None and not isinstance(template, str):
+        raise TokenizerError(f"{folder}: the chat template is a {type(template).__name__}; text is expected")
+    return template
+
+
+__all__ = ["TextStream", "Tokenizer", "load_tokenizer"]
