@@ -5,6 +5,7 @@ unsupported value is an error before any weight is read; an unknown key is one w
 Both layouts are read: transformers 5 (`rope_parameters`, `dtype`) and 4 (`rope_theta` + `rope_scaling`, `torch_dtype`).
 """
 
+import builtins
 import math
 import warnings
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ class Key:
     A float key takes integers too; `optional` lets null stand for the default.
     """
 
-    type: type
+    type: builtins.type
     default: Any = REQUIRED
     only: tuple[Any, ...] | None = None
     optional: bool = False
@@ -31,20 +32,22 @@ class Key:
 
     def read(self, name: str, raw: Mapping[str, Any]) -> Any:
         """The value of `name` in `raw`, checked."""
-        value = raw.get(name, REQUIRED)
+        value: Any = raw.get(name, REQUIRED)
         if value is REQUIRED or (value is None and (self.optional or self.default is None)):
             if self.default is REQUIRED:
                 raise ConfigError(f"config.json has no {name!r}, which this model_type needs")
             return self.default
-        if self.type is float and type(value) is int:
+        if self.type is float and type(value) is int and abs(value) < 2**53:
             value = float(value)
         if type(value) is not self.type:
             raise ConfigError(f"config.json: {name} must be {self.type.__name__}, got {value!r}")
-        if self.type is float and not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"config.json: {name} must be finite, got {value!r}")
         if self.only is not None and value not in self.only:
             raise ConfigError(f"config.json: {name} = {value!r} is not supported; supported: {list(self.only)}")
-        if self.minimum is not None and value < self.minimum:
+        if isinstance(value, int) and abs(value) >= 2**31:
+            raise ConfigError(f"config.json: {name} = {value!r} is out of range")
+        if isinstance(value, int | float) and self.minimum is not None and value < self.minimum:
             raise ConfigError(f"config.json: {name} must be at least {self.minimum:g}, got {value!r}")
         return value
 
@@ -115,7 +118,7 @@ def window_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
         raise ConfigError(f"config.json: layer_types must name one of {list(supported)} for each of {layers} layers")
     if window is None and "sliding_attention" in types:
         raise ConfigError("config.json: layer_types has sliding_attention, but sliding_window is not in use")
-    return tuple(window if t == "sliding_attention" else 0 for t in types)
+    return tuple(int(window) if window and t == "sliding_attention" else 0 for t in types)
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,8 @@ def decoder_config(raw: Mapping[str, Any], values: Mapping[str, Any], **features
         if hidden % heads:
             raise ConfigError(f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
         head_dim = hidden // heads
+    if layers > 4096:
+        raise ConfigError(f"config.json: num_hidden_layers {layers} is more than the supported 4096")
     if heads % kv_heads:
         raise ConfigError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"

@@ -9,6 +9,7 @@ from torch import Tensor
 from nibblelm import ops
 from nibblelm.config import DecoderConfig
 from nibblelm.kv_cache import KVCache
+from nibblelm.ops.types import ActivationBits
 from nibblelm.rope_scaling import tables
 from nibblelm.weights import PlanWeights, TensorSpec, Weights
 
@@ -44,7 +45,7 @@ class Linear:
         self.packed = weights.matrices(modules, columns)
         self.rows = sum(rows for _, rows in modules)
         self.bias = torch.cat([weights.vector(f"{name}.bias", rows) for name, rows in modules]) if bias else None
-        self.activation_bits = weights.activation_bits
+        self.activation_bits: ActivationBits = weights.activation_bits
 
     def __call__(self, x: Tensor) -> Tensor:
         if len(self.packed) == 1:
@@ -69,7 +70,7 @@ class Head:
         table: str = "model.embed_tokens",
     ) -> None:
         self.packed = weights.head(module, table, config.vocab_size, config.hidden_size, config.tied)
-        self.activation_bits = weights.activation_bits
+        self.activation_bits: ActivationBits = weights.activation_bits
 
     def __call__(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape[0], self.packed[0].shape[0], dtype=torch.float32)

@@ -15,7 +15,7 @@ def inverse_frequencies(rope: RopeConfig, width: int) -> tuple[Tensor, float]:
     """Frequencies (width / 2,) in radians per position, fp32, and the factor on cos and sin."""
     base = 1.0 / (rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
     if rope.type == "linear":
-        return base / rope.parameters["factor"], 1.0
+        return base / _numbers(rope, "factor")[0], 1.0
     if rope.type == "llama3":
         return _llama3(base, rope), 1.0
     if rope.type == "yarn":

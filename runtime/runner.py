@@ -29,14 +29,12 @@ class DecoderModel(Protocol):
 class _Captured:
     """One decode step for M sequences: its input buffers, its program and its logits, all at fixed addresses."""
 
-    step: Step
+    rows: Tensor  # (3, M) int32: ids, positions, slots
     program: Any
     logits: Tensor
 
     def load(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> None:
-        values = torch.tensor((ids, positions, slots), dtype=torch.int32)
-        for buffer, row in zip((self.step.ids, self.step.positions, self.step.slots), values, strict=True):
-            buffer.copy_(row)
+        self.rows.copy_(torch.tensor((ids, positions, slots), dtype=torch.int32))
 
 
 class Runner:
@@ -73,9 +71,9 @@ class Runner:
         chunk, parts = PREFILL_CHUNK[self.device.type], []
         for first in range(start, len(ids), chunk):
             last = min(first + chunk, len(ids))
-            step = self._step(ids[first:last], range(first, last), [slot] * (last - first))
-            rows = slice(None) if every_row else slice(last - first - 1, None)
-            logits = self.model.forward(step, rows)
+            new = self._rows(ids[first:last], range(first, last), [slot] * (last - first))
+            wanted = slice(None) if every_row else slice(last - first - 1, None)
+            logits = self.model.forward(Step(new[0], new[1], new[2], self.cache), wanted)
             if every_row or last == len(ids):
                 parts.append(logits)
             self.history[slot] += ids[first:last]
@@ -94,11 +92,10 @@ class Runner:
         return captured.logits
 
     def _capture(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> _Captured:
-        step = self._step(ids, positions, slots)
+        rows = self._rows(ids, positions, slots)
         with ops.capture(self.device) as program:
-            logits = self.model.forward(step)
-        return _Captured(step, program, logits)
+            logits = self.model.forward(Step(rows[0], rows[1], rows[2], self.cache))
+        return _Captured(rows, program, logits)
 
-    def _step(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Step:
-        tensors = (torch.tensor(list(v), dtype=torch.int32, device=self.device) for v in (ids, positions, slots))
-        return Step(*tensors, self.cache)
+    def _rows(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Tensor:
+        return torch.tensor((ids, positions, slots), dtype=torch.int32, device=self.device)

@@ -1,1 +1,87 @@
+// linear: y = x W^T + b for int4 / int8 / fp16 / bf16 / fp32 weights. Launchers; the layouts are defined here.
 #pragma once
+
+#include <cstdint>
+
+#include "launch.h"
+
+namespace nibblelm::cuda {
+
+enum class WeightFormat : int { int4 = 0, int8 = 1, f16 = 2, bf16 = 3, f32 = 4 };
+
+inline const char* name(WeightFormat format) {
+  constexpr const char* kNames[]{"int4", "int8", "fp16", "bf16", "fp32"};
+  return kNames[static_cast<int>(format)];
+}
+
+constexpr int kStripRows{16};  // rows of one tensor-core tile
+constexpr int kStepK{128};     // K is cut in steps: the largest group, and a multiple of every tile
+constexpr int kMaxDecodeRows{16};
+
+// An (N, K) weight on the device.
+//
+// Full formats: row-major, `pitch` elements a row, a multiple of 32 with zeros beyond K, 16-byte aligned.
+//
+// Integer formats: strips of 16 rows, K padded to steps; a strip is a sequence of 512-byte units, lane l of a warp
+// owning bytes 16 l ... 16 l + 15 (r = l / 4, c = l % 4; the four words are the A fragment of mma.m16n8k32):
+//   int8, 32 columns a unit: words 0 and 2 hold row r, columns 8c..8c+3 and 8c+4..8c+7; words 1 and 3 row r + 8.
+//   int4, 64 columns a unit: the same twice, columns 0..31 in the low nibbles and 32..63 in the high ones.
+// `records` holds, per strip and group (one group per row when group_size is 0), for r = 0..7:
+//   (scale[r], scale[r + 8]) in scale_dtype; if has_zero, the zero-points as unsigned bytes z[r], z[r + 8] (int8) or one
+//   byte z[r] | z[r + 8] << 4 (int4); if has_minimum, (minimum[r], minimum[r + 8]) in scale_dtype.
+struct LinearWeight {
+  const void* data;
+  const void* records;
+  WeightFormat format;
+  int n;
+  int k;
+  int64_t pitch;
+  int group_size;
+  DType scale_dtype;
+  bool has_zero;  // otherwise the zero-point is 8 or 128, or 0 with a minimum
+  bool has_minimum;
+
+  bool integer() const { return format == WeightFormat::int4 || format == WeightFormat::int8; }
+  int bits() const { return format == WeightFormat::int4 ? 4 : 8; }
+  int strips() const { return (n + kStripRows - 1) / kStripRows; }
+  int steps() const { return (k + kStepK - 1) / kStepK; }
+  int groups() const { return group_size == 0 ? 1 : steps() * kStepK / group_size; }
+  int scale_bytes() const { return scale_dtype == DType::f32 ? 4 : 2; }
+  int minimum_offset() const { return kStripRows * scale_bytes() + (has_zero ? (bits() == 4 ? 8 : 16) : 0); }
+  int record_bytes() const { return minimum_offset() + (has_minimum ? kStripRows * scale_bytes() : 0); }
+  int default_zero() const { return has_minimum ? 0 : 1 << (bits() - 1); }
+};
+
+// x (m, k) and y (m, n) with contiguous rows `stride` elements apart.
+struct LinearArgs {
+  const void* x;
+  int64_t x_stride;
+  DType x_dtype;  // bf16 or fp32
+  void* y;
+  int64_t y_stride;
+  DType y_dtype;      // bf16 or fp32
+  const float* bias;  // (n,) or null
+  int m;              // 1..kMaxDecodeRows
+  float* partials;    // decode_workspace() floats
+  int* arrivals;      // strips() zeros; left as zeros. One stream at a time may use a weight.
+};
+
+// y = x W^T + b for at most 16 rows. Every row's bits are the same whatever m is.
+void linear_decode(const LinearWeight& weight, const LinearArgs& args, const Launch& launch);
+
+// Floats of `LinearArgs::partials` for m rows (0 where K is not split over blocks).
+int64_t linear_decode_workspace(const LinearWeight& weight, DType x_dtype, int m);
+
+// Row-major packed codes (n, words) int32 -> `LinearWeight::data`.
+void linear_pack(const LinearWeight& weight, const void* codes, int64_t words, void* data, const Launch& launch);
+
+// Rows [first, first + count) as a row-major (count, k) matrix: scale * (q - zero) or scale * q + minimum, in bf16 or
+// fp32; with `codes_only` the integers q - zero, which are exact in bf16.
+void linear_unpack(const LinearWeight& weight, int first, int count, void* out, DType out_dtype, bool codes_only,
+                   const Launch& launch);
+
+// y[m, first + j] = sums[m, j] * scale[first + j] + bias[first + j] for per-row weights: what `codes_only` left out.
+void linear_scale_columns(const LinearWeight& weight, int first, int count, const float* sums, int m, void* y,
+                          int64_t y_stride, DType y_dtype, const float* bias, const Launch& launch);
+
+}  // namespace nibblelm::cuda

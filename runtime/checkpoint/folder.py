@@ -54,7 +54,7 @@ class Checkpoint:
         of a hub cache (snapshots/<revision>/<name> to blobs/<hash> of the same model) are within bounds.
         """
         # A file name must not mean another folder on any system: "C:x" and "a\\b" do on Windows.
-        if Path(name).name != name or PureWindowsPath(name).name != name or "\0" in name:
+        if name in ("", "..") or not Path(name).name == PureWindowsPath(name).name == name or "\0" in name:
             raise CheckpointError(f"{self.folder}: {shown(name)} is not a bare file name")
         path = self.folder / name
         try:

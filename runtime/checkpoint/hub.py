@@ -6,7 +6,7 @@ from pathlib import Path
 from nibblelm.checkpoint.json_object import shown
 from nibblelm.errors import CheckpointError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # Pickles can run code when they are read, so they are not even fetched.
 _WANTED = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken", "LICENSE*", "README*"]
 _UNWANTED = ["*/*", "consolidated*"]  # sub-folders and Mistral's second copy of the weights
@@ -18,15 +18,14 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
     What is missing from the cache is fetched; without a network, what is there is used. `revision` is a branch, tag
     or commit. Raises CheckpointError when neither a folder nor a snapshot can be had.
     """
-    folder = Path(source)
+    folder, name = Path(source), str(source)
     try:
-        if folder.is_dir():
+        if name and folder.is_dir():
             return folder
         exists = folder.exists()
     except (OSError, ValueError):  # a name that no file can have
         exists = False
-    name = str(source)
-    if exists:
+    if name and exists:
         raise CheckpointError(f"{name} is a file; give the folder that holds config.json and the weights")
     if isinstance(source, Path) or not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"{shown(name)} is neither a folder nor a hub id such as 'org/name'")

@@ -50,6 +50,8 @@ def parse_object(data: bytes, what: str, error: type[NibbleLMError]) -> dict[str
 def read_object(path: Path, error: type[NibbleLMError]) -> dict[str, Any]:
     """The JSON object in a file; raises `error` when it cannot be read or holds anything else."""
     try:
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise error(f"{path} is missing or not a plain file")
         with path.open("rb") as file:
             data = file.read(JSON_LIMIT + 1)
     except OSError as cause:

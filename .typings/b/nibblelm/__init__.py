@@ -1,0 +1,1 @@
+../../../runtime/__init__.py
