@@ -1,0 +1,121 @@
+"""The oracle of the model tests: the source implementation in float32 with weights unpacked by compressed-tensors."""
+
+import json
+from pathlib import Path
+
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+SMALL = dict(vocab_size=331, max_position_embeddings=512, num_hidden_layers=2, initializer_range=0.15)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
+
+# One small config per variant of each family; together they cover every file under models/ (a test says so).
+CONFIGS: dict[str, dict] = {
+    "llama": dict(hidden_size=64, intermediate_size=172, num_attention_heads=8, num_key_value_heads=4),
+    "llama-llama3-tied": dict(
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        rope_parameters=LLAMA3,
+    ),
+    "llama-bias-linear": dict(
+        hidden_size=96,
+        intermediate_size=160,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0),
+    ),
+    "mistral": dict(
+        hidden_size=128, intermediate_size=208, num_attention_heads=4, num_key_value_heads=2, head_dim=24, sliding_window=17
+    ),
+    "qwen2": dict(
+        hidden_size=208,
+        intermediate_size=384,
+        num_attention_heads=13,
+        num_key_value_heads=1,
+        use_sliding_window=True,
+        sliding_window=9,
+        max_window_layers=1,
+    ),
+    "qwen3": dict(
+        hidden_size=128,
+        intermediate_size=384,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=80,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-yarn": dict(
+        hidden_size=64, intermediate_size=128, num_attention_heads=2, num_key_value_heads=2, head_dim=32, rope_parameters=YARN
+    ),
+}
+
+
+def save_random(name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
+    """Save a random checkpoint of a variant with transformers' own `save_pretrained`; biases and norms are not trivial."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(name.partition("-")[0], **SMALL, **CONFIGS[name])
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if key.endswith(".bias"):
+                value.normal_(0, 0.3)
+            elif value.dim() == 1:
+                value.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_reference(source: Path, quantized: Path | None = None) -> PreTrainedModel:
+    """The source model in float32; with `quantized`, its weights are that folder's, unpacked by the format's library."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    if quantized is not None:
+        state = unpacked(quantized)
+        if "lm_head.weight" in state and model.config.tie_word_embeddings:
+            model.config.tie_word_embeddings = False
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        assert not unexpected
+        assert set(missing) <= {"lm_head.weight"}
+    return model.eval()
+
+
+def unpacked(folder: Path) -> dict[str, Tensor]:
+    """The state dict of a pack-quantized folder in float32."""
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(shard)
+    groups = json.loads((folder / "config.json").read_text()).get("quantization_config", {}).get("config_groups", {})
+    bits = {target: group["weights"]["num_bits"] for group in groups.values() for target in group["targets"]}
+    state = {k: v.float() for k, v in tensors.items() if ".weight_" not in k}
+    for key in (k for k in tensors if k.endswith(".weight_packed")):
+        module = key.removesuffix(".weight_packed")
+        shape, scale = torch.Size(tensors[f"{module}.weight_shape"].tolist()), tensors[f"{module}.weight_scale"].float()
+        codes = unpack_from_int32(tensors[key], bits[module], shape).float()
+        group = -(-shape[1] // scale.shape[1])
+        zero = tensors.get(f"{module}.weight_zero_point")
+        if zero is not None:
+            zeros = unpack_from_int32(zero, bits[module], torch.Size((shape[0], scale.shape[1])), packed_dim=0).float()
+            codes = codes - zeros.repeat_interleave(group, 1)[:, : shape[1]]
+        state[f"{module}.weight"] = codes * scale.repeat_interleave(group, 1)[:, : shape[1]]
+    return state
+
+
+def relative_error(got: Tensor, want: Tensor) -> Tensor:
+    """Relative L2 error of each row."""
+    return (got - want).norm(dim=-1) / want.norm(dim=-1)
