@@ -32,9 +32,7 @@ def weight_range(weight: Tensor) -> tuple[Tensor, Tensor]:
     return low.clamp(max=0.0), high.clamp(min=0.0)
 
 
-def scale_and_zero(
-    low: Tensor, high: Tensor, bits: int, symmetric: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def scale_and_zero(low: Tensor, high: Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The smallest scale whose codes cover [low, high], rounded to `dtype`, and the zero-point that goes with it.
 
     low <= 0 <= high  fp64, any shape; returns scale and zero-point as fp64 of that shape
@@ -76,9 +74,7 @@ def pack_zero_point(zero: Tensor, bits: int) -> Tensor:
     return pack_codes(zero.T, bits).T.contiguous()
 
 
-def pack(
-    weight: Tensor, scale: Tensor, zero: Tensor | None, bits: Literal[4, 8], group_size: int
-) -> QuantizedWeight:
+def pack(weight: Tensor, scale: Tensor, zero: Tensor | None, bits: Literal[4, 8], group_size: int) -> QuantizedWeight:
     """Quantize a real matrix with given scales and zero-points.
 
     weight (N, K) fp32 / bf16 / fp16; scale (N, G) in the dtype to store; zero (N, G) integers, None if symmetric

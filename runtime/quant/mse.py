@@ -47,9 +47,7 @@ def choose(weight: Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> tu
     return scale, zero
 
 
-def _coarse(
-    weight: Tensor, bits: int, symmetric: bool, dtype: torch.dtype
-) -> Iterator[tuple[Tensor, Tensor]]:
+def _coarse(weight: Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
     low, high = weight_range(weight)
     clip = torch.maximum(-low, high)
     # Constant and ternary rows are exact with the magnitude itself as the scale.

@@ -70,9 +70,7 @@ def quantize_rows(
     return out
 
 
-def reference_rows(
-    weight: Tensor, bits: int, group_size: int, symmetric: bool, method: str
-) -> QuantizedRows:
+def reference_rows(weight: Tensor, bits: int, group_size: int, symmetric: bool, method: str) -> QuantizedRows:
     """The same as `quantize_rows`, slow and obvious."""
     rows, cols = weight.shape
     width = cols if group_size == -1 else group_size

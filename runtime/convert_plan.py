@@ -1,0 +1,153 @@
+"""What a conversion writes: one unit per matrix or vector, each from one tensor of the source."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nibblelm.checkpoint import Checkpoint, Scheme, quantization_config
+from nibblelm.checkpoint.folder import FLOATS
+from nibblelm.checkpoint.writer import OutputTensor
+from nibblelm.errors import ConvertError
+from nibblelm.quant.schemes import KeepRules, Options
+from nibblelm.weights import TensorSpec
+
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One tensor of the source and what becomes of it. `scheme` None copies it as it is."""
+
+    spec: TensorSpec
+    source: str
+    dtype: torch.dtype
+    scheme: Scheme | None
+
+    @property
+    def parameters(self) -> int:
+        count = 1
+        for size in self.spec.shape:
+            count *= size
+        return count
+
+    @property
+    def groups(self) -> int:
+        """Scales per row."""
+        scheme = self.scheme
+        return 1 if scheme is None or scheme.group_size == -1 else self.spec.shape[1] // scheme.group_size
+
+    @property
+    def outputs(self) -> list[OutputTensor]:
+        """The tensors written for this unit."""
+        if self.scheme is None:
+            return [OutputTensor(self.spec.name, self.dtype, self.spec.shape)]
+        rows, cols = self.spec.shape
+        per_word = 32 // self.scheme.bits
+        parts = [
+            OutputTensor(f"{self.spec.name}_packed", torch.int32, (rows, -(-cols // per_word))),
+            OutputTensor(f"{self.spec.name}_scale", self.dtype, (rows, self.groups)),
+            OutputTensor(f"{self.spec.name}_shape", torch.int64, (2,)),
+        ]
+        if not self.scheme.symmetric:
+            parts.append(OutputTensor(f"{self.spec.name}_zero_point", torch.int32, (-(-rows // per_word), self.groups)))
+        return parts
+
+
+def plan_units(checkpoint: Checkpoint, specs: Sequence[TensorSpec], tied: bool, options: Options) -> list[Unit]:
+    """Every unit of the output, in the order of the model.
+
+    specs  the model's `tensor_plan`; `tied`  config.json ties the head to the embedding table
+    Raises ConvertError for a tensor of another dtype or shape than can be converted, and for idle keep rules.
+    """
+    rules = KeepRules(options.keep)
+    tables = [spec for spec in specs if spec.kind == "embedding"]
+    if tied and not _stays_tied(checkpoint, options, rules, tables[0]):
+        specs = [*specs, TensorSpec(HEAD, "head", tables[0].shape)]
+    partner = {HEAD: tables[0].name, tables[0].name: HEAD} if tied else {}  # either stands for both
+    units = [_unit(checkpoint, spec, partner, options, rules) for spec in specs]
+    rules.check_used()
+    return units
+
+
+def _stays_tied(checkpoint: Checkpoint, options: Options, rules: KeepRules, table: TensorSpec) -> bool:
+    """Whether one 16-bit table goes on serving both ends."""
+    differs = HEAD in checkpoint and table.name in checkpoint and not _same(checkpoint, HEAD, table.name)
+    if options.keep_tied and differs:
+        raise ConvertError(
+            f"{HEAD} and {table.name} are tied by config.json, but the source ships both and they differ; "
+            "convert without keep_tied"
+        )
+    if options.keep_tied:
+        return True
+    return rules.bits("lm_head") == 16 and options.embeddings is None and not differs
+
+
+def _same(checkpoint: Checkpoint, first: str, second: str) -> bool:
+    same = checkpoint.info(first).dtype == checkpoint.info(second).dtype
+    for begin in range(0, checkpoint.info(first).shape[0] if same else 0, 4096):
+        end = min(begin + 4096, checkpoint.info(first).shape[0])
+        same = same and torch.equal(checkpoint.rows(first, begin, end), checkpoint.rows(second, begin, end))
+        checkpoint.release(first)
+        checkpoint.release(second)
+    return same
+
+
+def _unit(
+    checkpoint: Checkpoint, spec: TensorSpec, partner: Mapping[str, str], options: Options, rules: KeepRules
+) -> Unit:
+    source = spec.name if spec.name in checkpoint else partner.get(spec.name, spec.name)
+    info = checkpoint.info(source)
+    if info.shape != spec.shape:
+        raise ConvertError(f"{source} has shape {list(info.shape)}; config.json says {list(spec.shape)}")
+    if spec.kind != "vector" and info.dtype not in FLOATS:
+        raise ConvertError(f"{source} is {info.dtype}; fp32, bf16 and fp16 weights can be converted")
+    return Unit(spec, source, info.dtype, _scheme(spec, options, rules))
+
+
+def _scheme(spec: TensorSpec, options: Options, rules: KeepRules) -> Scheme | None:
+    if spec.kind == "vector":
+        return None
+    columns = spec.shape[1]
+    if spec.kind == "embedding":
+        return None if options.embeddings is None else options.scheme(options.embeddings, columns)
+    kept = rules.bits(spec.module)
+    if kept is not None:
+        return options.scheme(kept, columns)
+    if spec.kind == "head":
+        return Scheme(8, -1, options.symmetric)
+    return options.scheme(options.bits, columns)
+
+
+def fallbacks(units: Sequence[Unit], options: Options) -> list[str]:
+    """One line per kind of matrix whose K the asked group size does not divide."""
+    found: dict[tuple[int, int, int], list[str]] = {}
+    for unit in units:
+        if unit.scheme is None or unit.spec.kind == "head":
+            continue
+        asked, columns = options.asked_group(unit.scheme.bits), unit.spec.shape[1]
+        if unit.scheme.group_size != asked:
+            found.setdefault((asked, columns, unit.scheme.group_size), []).append(unit.spec.module)
+    lines = []
+    for (asked, columns, group), modules in found.items():
+        instead = "one scale per row" if group == -1 else f"groups of {group}"
+        kinds = ", ".join(dict.fromkeys(module.rpartition(".")[2] for module in modules))
+        lines.append(
+            f"groups of {asked} do not divide the {columns} columns of {len(modules)} matrices ({kinds}): {instead}"
+        )
+    return lines
+
+
+def output_config(config: dict[str, Any], units: Sequence[Unit]) -> dict[str, Any]:
+    """The source's config.json with quantization_config, and untied where a head of its own is written."""
+    schemes = {unit.spec.module: unit.scheme for unit in units if unit.scheme is not None}
+    ignore = [unit.spec.module for unit in units if unit.scheme is None and unit.spec.kind in ("linear", "head")]
+    result = {key: value for key, value in config.items() if key != "quantization_config"}
+    if any(unit.spec.kind == "head" for unit in units):
+        result["tie_word_embeddings"] = False
+    elif "lm_head" not in ignore:
+        ignore.append("lm_head")  # it is a Linear module in memory, with the table as its weight
+    if schemes:
+        result["quantization_config"] = quantization_config(schemes, ignore)
+    return result

@@ -1,0 +1,421 @@
+"""Convert a Hugging Face checkpoint to int4 / int8, tensor by tensor, into a folder that transformers opens too."""
+
+import dataclasses
+import hashlib
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any, Literal
+
+import torch
+
+from nibblelm import __version__
+from nibblelm.checkpoint import Checkpoint, open_checkpoint
+from nibblelm.checkpoint.journal import Journal
+from nibblelm.checkpoint.work_folder import WorkFolder
+from nibblelm.checkpoint.writer import FolderWriter, OutputFile, plan_files, typed_write_errors, write_json
+from nibblelm.convert_plan import Unit, fallbacks, output_config, plan_units
+from nibblelm.errors import ConvertError
+from nibblelm.models import family, tensor_plan
+from nibblelm.quant.affine import pack_zero_point
+from nibblelm.quant.rows import quantize_rows
+from nibblelm.quant.schemes import Options
+from nibblelm.weights import check_tensors
+
+BLOCK_BYTES = 32 << 20
+RECORD = "nibblelm.json"
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
+_COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".md")
+_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30}
+
+Progress = Callable[[int, int, str], None]
+"""Called as (source bytes done, source bytes in all, tensor) after every block."""
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """How one matrix was stored. `relative_error` is the root of sum (w - w')^2 / sum w^2; group_size -1 is per row."""
+
+    module: str
+    bits: int
+    group_size: int
+    symmetric: bool
+    parameters: int
+    relative_error: float
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """What a conversion did. Sizes are bytes of tensors; `tensors` are the quantized matrices in model order."""
+
+    src: str
+    dst: str
+    method: str
+    parameters: int
+    source_bytes: int
+    output_bytes: int
+    bits_per_weight: float
+    quantized_bits_per_weight: float
+    files: list[str]
+    tensors: list[TensorReport]
+    notes: list[str]
+    seconds: float
+    reused_tensors: int
+
+    def worst_per_layer(self) -> list[TensorReport]:
+        """The matrix with the largest relative error of each layer, largest first."""
+        worst: dict[str, TensorReport] = {}
+        for tensor in sorted(self.tensors, key=lambda tensor: -tensor.relative_error):
+            layer = _LAYER.match(tensor.module)
+            worst.setdefault(layer.group() if layer else tensor.module, tensor)
+        return list(worst.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return dataclasses.asdict(self)
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    bits: Literal[4, 8] = 4,
+    group_size: int | None = None,
+    symmetric: bool = False,
+    method: str = "mse",
+    keep: Sequence[str] = (),
+    keep_tied: bool = False,
+    embeddings: Literal[4, 8] | None = None,
+    max_shard_size: int | str = "4GB",
+    resume: bool = False,
+    overwrite: bool = False,
+    strict: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> ConvertReport:
+    """Quantize the Linear layers of a model folder or hub id into `dst` (compressed-tensors `pack-quantized`).
+
+    bits, group_size  4 or 8; -1 (one scale per row), 32, 64 or 128. Default groups: 128 at 4 bits, -1 at 8.
+                      A matrix whose K the group does not divide takes the largest of 128, 64, 32 that does, else -1
+    symmetric         zero-point fixed in the middle instead of one per row or group
+    method            "mse" searches the clip of least squared error, "minmax" takes the whole range
+    keep              "regex=bits" rules on module names, bits 4, 8 or 16; the last that matches wins
+    keep_tied         keep one 16-bit table for embedding and head. Otherwise the head becomes int8 per row, and a
+                      tied model gets a head of its own
+    embeddings        4 or 8 also quantizes the embedding table, which transformers cannot open
+    max_shard_size    bytes, or text such as "4GB" or "500MiB"
+    resume            go on with what an interrupted conversion of the same source and options finished
+    overwrite         replace a model folder at `dst`, once the new one is complete; start an unfinished one afresh
+    strict            refuse unknown keys in config.json
+    threads           default: the cores this process may use. The result does not depend on it
+
+    `dst` appears in one step when everything is done. Raises ConvertError, ConfigError or CheckpointError; what is
+    finished by then is kept for `resume`.
+    """
+    started = time.monotonic()
+    options = Options(
+        bits=bits,
+        group_size=group_size,
+        symmetric=symmetric,
+        method=method,
+        keep=(keep,) if isinstance(keep, str) else tuple(keep),
+        keep_tied=keep_tied,
+        embeddings=embeddings,
+    )
+    shard_bytes = parse_size(max_shard_size)
+    checkpoint = open_checkpoint(src)
+    units = _plan(checkpoint, options, strict)
+    files = plan_files([unit.outputs for unit in units], shard_bytes)
+    notes = fallbacks(units, options)
+    if embeddings is not None:
+        warnings.warn("transformers cannot open a folder with a quantized embedding table", stacklevel=2)
+    work = WorkFolder(Path(dst), checkpoint.folder, resume, overwrite, sum(file.nbytes for file in files))
+    fingerprint = _fingerprint(checkpoint, options, files)
+    with work, Journal(work.path, fingerprint) as journal, FolderWriter(work.path, files) as writer:
+        hashes = _SourceHashes(checkpoint, units)
+        with hashes:
+            conversion = _Conversion(checkpoint, writer, journal, options.method, threads or _cores(), progress)
+            errors = conversion.run(units)
+            source_files = hashes.wait()
+        report = _report(checkpoint, Path(dst), options, units, files, errors, notes)
+        writer.finish()
+        _copy_companions(checkpoint, work.path)
+        write_json(work.path / RECORD, _record(report, options, source_files))
+        write_json(work.path / "config.json", output_config(checkpoint.config, units))
+        work.commit()
+    return dataclasses.replace(report, seconds=time.monotonic() - started, reused_tensors=conversion.reused)
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of "4GB" (10^9), "500MiB" (2^20) or a plain number."""
+    text = str(size).strip().upper().replace(" ", "")
+    digits = text.rstrip("KMGTIB")
+    try:
+        value = int(float(digits) * _UNITS.get(text[len(digits) :], 0))
+    except (ValueError, OverflowError):
+        value = 0
+    if value <= 0:
+        raise ConvertError(f"max_shard_size must be a positive number of bytes such as 4GB or 500MiB, got {size!r}")
+    return value
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _plan(checkpoint: Checkpoint, options: Options, strict: bool) -> list[Unit]:
+    if checkpoint.quantization is not None:
+        raise ConvertError(
+            f"{checkpoint.folder} is quantized already; convert from the model's full-precision checkpoint"
+        )
+    config = family(checkpoint.config).read_config(checkpoint.config, strict)
+    specs = tensor_plan(checkpoint.config, strict)
+    check_tensors(checkpoint, specs, config.tied)
+    return plan_units(checkpoint, specs, config.tied, options)
+
+
+def _fingerprint(checkpoint: Checkpoint, options: Options, files: Sequence[OutputFile]) -> dict[str, Any]:
+    """Everything that decides the output's bytes; source contents by size and time of change."""
+    paths = {checkpoint.info(name).file for name in checkpoint.names()} | {checkpoint.folder / "config.json"}
+    stats = {path.name: path.stat() for path in sorted(paths)}
+    return {
+        "version": __version__,
+        "options": dataclasses.asdict(options),
+        "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "layout": hashlib.sha256(b"".join(file.header for file in files)).hexdigest(),
+    }
+
+
+class _SourceHashes:
+    """SHA-256 of every source file, computed in a thread of its own beside the conversion."""
+
+    def __init__(self, checkpoint: Checkpoint, units: Sequence[Unit]) -> None:
+        self._paths = list(dict.fromkeys(checkpoint.info(unit.source).file for unit in units))
+        self._stop = Event()
+
+    def __enter__(self) -> "_SourceHashes":
+        self._pool = ThreadPoolExecutor(1)
+        self._found: list[Future[str]] = [self._pool.submit(self._hash, path) for path in self._paths]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _hash(self, path: Path) -> str:
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while not self._stop.is_set() and (piece := file.read(1 << 20)):
+                digest.update(piece)
+        return digest.hexdigest()
+
+    def wait(self) -> dict[str, dict[str, Any]]:
+        """File name -> {"bytes", "sha256"}."""
+        try:
+            sums = [future.result() for future in self._found]
+        except OSError as cause:
+            raise ConvertError(f"cannot read {cause.filename}: {cause.strerror or cause}") from cause
+        return {
+            path.name: {"bytes": path.stat().st_size, "sha256": sha256}
+            for path, sha256 in sorted(zip(self._paths, sums, strict=True))
+        }
+
+
+class _Conversion:
+    """Writes the units one by one, each in blocks of rows, and notes finished ones in the journal."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        writer: FolderWriter,
+        journal: Journal,
+        method: str,
+        threads: int,
+        progress: Progress | None,
+    ) -> None:
+        self._checkpoint, self._writer, self._journal = checkpoint, writer, journal
+        self._method, self._threads, self._progress = method, threads, progress
+        self._done = self._total = 0
+        self.reused = 0
+
+    def run(self, units: Sequence[Unit]) -> dict[str, float]:
+        """Convert what the journal does not have yet; returns the relative error per quantized module."""
+        self._total = sum(unit.parameters * unit.dtype.itemsize for unit in units)
+        errors: dict[str, float] = {}
+        for unit in units:
+            record = self._journal.records.get(unit.spec.name)
+            if record is not None and record["sha256"] == self._stored_digest(unit):
+                self.reused += 1
+                self._advance(unit, unit.parameters)
+            else:
+                record = self._convert(unit)
+                self._journal.add(unit.spec.name, record)
+            if unit.scheme is not None:
+                errors[unit.spec.module] = record["relative_error"]
+        return errors
+
+    def _advance(self, unit: Unit, elements: int) -> None:
+        self._done += elements * unit.dtype.itemsize
+        if self._progress is not None:
+            self._progress(self._done, self._total, unit.spec.name)
+
+    def _stored_digest(self, unit: Unit) -> str:
+        digests = {output.name: hashlib.sha256() for output in unit.outputs}
+        for output in unit.outputs:
+            for piece in self._writer.read(output):
+                digests[output.name].update(piece)
+        return _combined(digests)
+
+    def _convert(self, unit: Unit) -> dict[str, Any]:
+        digests = {output.name: hashlib.sha256() for output in unit.outputs}
+        positions = dict.fromkeys(digests, 0)
+
+        def write(name: str, data: torch.Tensor) -> None:
+            written = self._writer.write(name, positions[name], data)
+            digests[name].update(written)
+            positions[name] += len(written)
+
+        error = norm = 0.0
+        for block in self._blocks(unit):
+            if unit.scheme is None:
+                write(unit.spec.name, block)
+            else:
+                squared = self._quantize(unit, block, write)
+                error, norm = error + squared[0], norm + squared[1]
+            self._advance(unit, block.numel())
+        if unit.scheme is None:
+            return {"sha256": _combined(digests)}
+        write(f"{unit.spec.name}_shape", torch.tensor(unit.spec.shape))
+        return {"sha256": _combined(digests), "relative_error": (error / norm) ** 0.5 if norm else 0.0}
+
+    def _blocks(self, unit: Unit) -> Any:
+        """The source tensor in blocks of whole rows, read into one buffer that the next block overwrites.
+
+        Plain reads rather than the memory map: an unreadable sector is then an error instead of a SIGBUS.
+        """
+        info = self._checkpoint.info(unit.source)
+        rows, cols = info.shape if len(info.shape) == 2 else (info.nbytes // info.dtype.itemsize, 1)
+        row_bytes = cols * info.dtype.itemsize
+        # Zero-points are packed eight (or four) rows to a word, so blocks hold multiples of eight rows.
+        step = max(BLOCK_BYTES // max(row_bytes, 1) // 8 * 8, 8)
+        buffer = bytearray(min(step, rows) * row_bytes)
+        try:
+            with info.file.open("rb", buffering=0) as file:
+                for row in range(0, rows, step):
+                    view = memoryview(buffer)[: min(step, rows - row) * row_bytes]
+                    file.seek(info.offset + row * row_bytes)
+                    _read_into(file, view, info.file)
+                    yield torch.frombuffer(view, dtype=info.dtype).view(-1, cols)
+        except OSError as cause:
+            raise ConvertError(f"cannot read {unit.source} from {info.file}: {cause.strerror or cause}") from cause
+
+    def _quantize(
+        self, unit: Unit, block: torch.Tensor, write: Callable[[str, torch.Tensor], None]
+    ) -> tuple[float, float]:
+        scheme, name = unit.scheme, unit.spec.name
+        assert scheme is not None
+        try:
+            part = quantize_rows(block, scheme.bits, scheme.group_size, scheme.symmetric, self._method, self._threads)
+        except ConvertError as cause:
+            raise ConvertError(f"{unit.source}: {cause}") from cause
+        write(f"{name}_packed", part.codes)
+        write(f"{name}_scale", part.scale)
+        if not scheme.symmetric:
+            write(f"{name}_zero_point", pack_zero_point(part.zero, scheme.bits))
+        # numpy sums in one thread: the last digit must not depend on how many there are
+        return float(part.squared_error.numpy().sum()), float(part.squared_norm.numpy().sum())
+
+
+def _read_into(file: Any, view: memoryview, path: Path) -> None:
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            raise ConvertError(f"{path} ended early: it was changed or cut off while it was read")
+        view = view[count:]
+
+
+def _combined(digests: dict[str, Any]) -> str:
+    return hashlib.sha256(b"".join(digest.digest() for digest in digests.values())).hexdigest()
+
+
+def _copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
+    """Tokenizer, generation and licence files; never code, and nothing that describes the source's weights."""
+    written = {"config.json", RECORD}
+    for path in sorted(checkpoint.folder.iterdir()):
+        wanted = path.suffix in _COPIED or path.name.upper().startswith(_LICENCES)
+        if not wanted or path.name in written or path.name.endswith(".index.json") or not path.is_file():
+            continue
+        source = checkpoint.file(path.name)
+        if source is not None:
+            with typed_write_errors(folder / path.name):
+                shutil.copyfile(source, folder / path.name)
+
+
+def _report(
+    checkpoint: Checkpoint,
+    dst: Path,
+    options: Options,
+    units: Sequence[Unit],
+    files: Sequence[OutputFile],
+    errors: dict[str, float],
+    notes: list[str],
+) -> ConvertReport:
+    parameters = sum(unit.parameters for unit in units)
+    sizes = {unit.spec.name: sum(output.nbytes for output in unit.outputs) for unit in units}
+    quantized = [unit for unit in units if unit.scheme is not None]
+    quantized_bits = 8 * sum(sizes[unit.spec.name] for unit in quantized)
+    tensors = [
+        TensorReport(
+            unit.spec.module,
+            unit.scheme.bits,
+            unit.scheme.group_size,
+            unit.scheme.symmetric,
+            unit.parameters,
+            errors[unit.spec.module],
+        )
+        for unit in quantized
+        if unit.scheme is not None
+    ]
+    return ConvertReport(
+        src=str(checkpoint.folder),
+        dst=str(dst),
+        method=options.method,
+        parameters=parameters,
+        source_bytes=sum(checkpoint.info(name).nbytes for name in checkpoint.names()),
+        output_bytes=sum(sizes.values()),
+        bits_per_weight=8 * sum(sizes.values()) / parameters,
+        quantized_bits_per_weight=quantized_bits / max(sum(unit.parameters for unit in quantized), 1),
+        files=[file.name for file in files],
+        tensors=tensors,
+        notes=notes,
+        seconds=0.0,
+        reused_tensors=0,
+    )
+
+
+def _record(report: ConvertReport, options: Options, source_files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The contents of nibblelm.json: what the standard has no place for. Nothing that differs from run to run."""
+    return {
+        "nibblelm_version": __version__,
+        "method": report.method,
+        "options": dataclasses.asdict(options),
+        "parameters": report.parameters,
+        "bits_per_weight": report.bits_per_weight,
+        "quantized_bits_per_weight": report.quantized_bits_per_weight,
+        "notes": report.notes,
+        "tensors": {
+            tensor.module: {
+                key: value for key, value in dataclasses.asdict(tensor).items() if key not in ("module", "parameters")
+            }
+            for tensor in report.tensors
+        },
+        "source": source_files,
+    }

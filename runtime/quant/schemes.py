@@ -1,0 +1,91 @@
+"""Which scheme each matrix of a model is stored in."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from nibblelm.checkpoint import Scheme
+from nibblelm.errors import ConvertError
+from nibblelm.quant.rows import METHODS
+
+GROUP_SIZES = (-1, 32, 64, 128)
+DEFAULT_GROUP = {8: -1, 4: 128}
+"""8 bits are accurate enough with one scale per row; 4 bits without calibration need groups."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for; see `convert`."""
+
+    bits: Literal[4, 8] = 4
+    group_size: int | None = None
+    symmetric: bool = False
+    method: str = "mse"
+    keep: tuple[str, ...] = ()
+    keep_tied: bool = False
+    embeddings: Literal[4, 8] | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("bits", self.bits, (4, 8))
+        _one_of("group_size", self.group_size, (None, *GROUP_SIZES))
+        _one_of("method", self.method, tuple(METHODS))
+        _one_of("embeddings", self.embeddings, (None, 4, 8))
+        if self.keep_tied and self.embeddings is not None:
+            raise ConvertError("keep_tied keeps one 16-bit table for both ends, so embeddings cannot be quantized")
+
+    def scheme(self, bits: int, columns: int) -> Scheme | None:
+        """The scheme of a matrix with K = `columns` at `bits`; None for 16. `group_size` is for the main width."""
+        if bits == 16:
+            return None
+        return Scheme(8 if bits == 8 else 4, dividing_group(columns, self.asked_group(bits)), self.symmetric)
+
+    def asked_group(self, bits: int) -> int:
+        """The group size for matrices of that width, before it is made to divide K."""
+        return DEFAULT_GROUP[bits] if bits != self.bits or self.group_size is None else self.group_size
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed or isinstance(value, bool):
+        raise ConvertError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
+
+
+def dividing_group(columns: int, group: int) -> int:
+    """`group`, or the largest of 128, 64, 32 below it that divides `columns`, or -1 (per row).
+
+    Readers of the format refuse a group that does not divide K.
+    """
+    if group == -1 or columns % group == 0:
+        return group
+    return next((g for g in (128, 64, 32) if g < group and columns % g == 0), -1)
+
+
+class KeepRules:
+    """`regex=bits` rules on module names; the last that matches wins."""
+
+    def __init__(self, rules: Sequence[str]) -> None:
+        self._rules: list[tuple[str, re.Pattern[str], int]] = []
+        self._used: set[str] = set()
+        for rule in rules:
+            pattern, separator, bits = rule.rpartition("=")
+            if not separator or bits not in ("4", "8", "16"):
+                raise ConvertError(f"keep rule {rule!r} must be 'regex=bits' with 4, 8 or 16 bits")
+            try:
+                self._rules.append((rule, re.compile(pattern), int(bits)))
+            except re.error as cause:
+                raise ConvertError(f"keep rule {rule!r}: {cause}") from cause
+
+    def bits(self, module: str) -> int | None:
+        """Bits for a module, None where no rule matches. Patterns may match anywhere in the name."""
+        matching = [(rule, bits) for rule, pattern, bits in self._rules if pattern.search(module)]
+        self._used.update(rule for rule, _ in matching)
+        return matching[-1][1] if matching else None
+
+    def check_used(self) -> None:
+        """Raise ConvertError naming rules that matched no module: most likely a typing error."""
+        idle = [rule for rule, _, _ in self._rules if rule not in self._used]
+        if idle:
+            raise ConvertError(
+                f"keep rules that match no Linear module or lm_head: {', '.join(idle)} "
+                "(embedding tables are chosen with embeddings)"
+            )
