@@ -17,7 +17,7 @@ from nibblelm.errors import DeviceError, NibbleLMError, RequestError
 from nibblelm.kv_cache import bytes_per_token
 from nibblelm.models import family, tensor_plan
 from nibblelm.runner import Runner
-from nibblelm.sampler import Sampled, Sampler, SamplingParams
+from nibblelm.sampler import Sampled, Sampler, SamplingParams, token_logprobs
 from nibblelm.tokenizer import TextStream, Tokenizer, load_tokenizer
 from nibblelm.weights import CheckpointWeights, check_tensors
 
@@ -103,9 +103,8 @@ class _Request:
         self.slot = self.start = 0
         self.begun = self.first = time.perf_counter()
 
-    def accept(self, logits: Tensor) -> StreamPiece:
-        """Choose the next token from logits (vocab,), and say what text it makes safe to show."""
-        chosen = self.sampler.sample(logits)
+    def accept(self, chosen: Sampled) -> StreamPiece:
+        """Take the next token, and say what text it makes safe to show."""
         self.sampled.append(chosen)
         text = ""
         if chosen.token_id in self.ends:
@@ -295,11 +294,9 @@ class LLM:
         else:
             request.start = 0
             rows = self.runner.prefill(request.ids, request.slot, every_row=True)
-            score = Sampler(
-                dataclasses.replace(request.params, logprobs=request.params.prompt_logprobs), rows.shape[1], []
-            )
-            pairs = zip(rows[:-1], request.ids[1:], strict=True)
-            request.prompt_logprobs = [None, *(score.score(row, token) for row, token in pairs)]
+            most = request.params.prompt_logprobs
+            scores = (token_logprobs(row, token, most) for row, token in zip(rows[:-1], request.ids[1:], strict=True))
+            request.prompt_logprobs = [None, *scores]
             logits = rows[-1:]
         return logits
 
@@ -310,27 +307,33 @@ class LLM:
         free = deque(range(min(len(self.runner.history), MAX_BATCH)))
         active: dict[int, _Request] = {}
         while waiting or active:
-            while waiting and free:
+            if waiting and free:
                 index, request = waiting.popleft()
                 request.slot, request.begun = free.popleft(), time.perf_counter()
-                logits = self._prefill(request)
-                request.first = time.perf_counter()
-                active[index] = request
-                yield index, self._accept(index, logits[0], active, free)
-            if not active:
-                continue
-            batch = list(active.items())
-            with torch.inference_mode():
-                logits = self.runner.decode([r.sampled[-1].token_id for _, r in batch], [r.slot for _, r in batch])
-            for (index, _), row in zip(batch, logits, strict=True):
-                yield index, self._accept(index, row, active, free)
+                batch, logits = {index: request}, self._prefill(request)
+                active |= batch
+            else:
+                batch = dict(active)
+                ids, slots = zip(*((r.sampled[-1].token_id, r.slot) for r in batch.values()), strict=True)
+                with torch.inference_mode():
+                    logits = self.runner.decode(ids, slots)
+            chosen = self._choose(list(batch.values()), logits)
+            for (index, request), token in zip(batch.items(), chosen, strict=True):
+                if not request.sampled:
+                    request.first = time.perf_counter()
+                piece = request.accept(token)
+                if piece.output is not None:
+                    free.append(active.pop(index).slot)
+                yield index, piece
 
-    def _accept(self, index: int, logits: Tensor, active: dict[int, _Request], free: deque[int]) -> StreamPiece:
-        with torch.inference_mode():
-            piece = active[index].accept(logits)
-        if piece.output is not None:
-            free.append(active.pop(index).slot)
-        return piece
+    @torch.inference_mode()
+    def _choose(self, batch: Sequence[_Request], logits: Tensor) -> list[Sampled]:
+        """The next token of each row of logits (M, vocab)."""
+        greedy: list[int] = ops.argmax(logits).tolist() if any(r.sampler.takes_argmax for r in batch) else []
+        return [
+            r.sampler.sample_greedy(greedy[i]) if r.sampler.takes_argmax else r.sampler.sample(row)
+            for i, (r, row) in enumerate(zip(batch, logits, strict=True))
+        ]
 
 
 def _device(name: str) -> torch.device:

@@ -41,7 +41,12 @@ CONFIGS: dict[str, dict] = {
         rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0),
     ),
     "mistral": dict(
-        hidden_size=128, intermediate_size=208, num_attention_heads=4, num_key_value_heads=2, head_dim=24, sliding_window=17
+        hidden_size=128,
+        intermediate_size=208,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        sliding_window=17,
     ),
     "qwen2": dict(
         hidden_size=208,
@@ -61,13 +66,18 @@ CONFIGS: dict[str, dict] = {
         tie_word_embeddings=True,
     ),
     "qwen3-yarn": dict(
-        hidden_size=64, intermediate_size=128, num_attention_heads=2, num_key_value_heads=2, head_dim=32, rope_parameters=YARN
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        rope_parameters=YARN,
     ),
 }
 
 
 def save_random(name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Save a random checkpoint of a variant with transformers' own `save_pretrained`; biases and norms are not trivial."""
+    """Save a random checkpoint of a variant with `save_pretrained`; biases and norms are not trivial."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(name.partition("-")[0], **SMALL, **CONFIGS[name])
     model = AutoModelForCausalLM.from_config(config).to(dtype)
@@ -82,7 +92,7 @@ def save_random(name: str, folder: Path, dtype: torch.dtype = torch.float32, see
 
 
 def load_reference(source: Path, quantized: Path | None = None) -> PreTrainedModel:
-    """The source model in float32; with `quantized`, its weights are that folder's, unpacked by the format's library."""
+    """The source model in float32, its weights those of `quantized`, if given, unpacked by the format's library."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
     if quantized is not None:
         state = unpacked(quantized)
