@@ -187,7 +187,7 @@ def test_folder_without_tokenizer(tmp_path: Path) -> None:
         ({"vocab.json": '{"a": 0}', "merges.txt": ""}, "GPT2Tokenizer and Qwen2Tokenizer"),
         ({"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": '"x"'}, "JSON object"),
         ({"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": '{"added_tokens_decoder": [1]}'}, "added"),
-        ({"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": '{"added_tokens_decoder": {"1": {}}}'}, "added"),
+        ({"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": '{"added_tokens_decoder": {"1": 2}}'}, "bad"),
         ({"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": '{"chat_template": []}'}, "default"),
         ({"vocab.json": "{}", "merges.txt": "", "tokenizer_config.json": '{"chat_template": 3}'}, "text is expected"),
     ],

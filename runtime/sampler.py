@@ -1,0 +1,359 @@
+"""From logits to the next token, in the order of transformers' generate, with repeatable random numbers.
+
+Order (transformers 5, `GenerationMixin._get_logits_processor`):
+  1. logit bias (its sequence_bias stands first, so a biased logit is penalised like any other)
+  2. repetition penalty over prompt and output: a seen token's logit is multiplied if negative, else divided
+  3. frequency and presence penalties over the output: logit - frequency * count - presence * (count > 0);
+     transformers has none, these follow the OpenAI API
+  4. temperature, 5. top-k (ties with the k-th stay), 6. top-p, 7. min-p, 8. softmax and draw
+At temperature 0 the token is the argmax after step 3, the lowest id of equals. Log-probabilities reported are
+those of the raw logits, before step 1.
+
+Top-p keeps a token if the probability of all tokens before it is below top_p, in the order of falling logits
+and, among equals, rising ids. The draw is the inverse of the cumulative distribution over the kept tokens in the
+order of rising ids: the first whose cumulative weight exceeds u * (sum of weights).
+
+u = word / 2**32 with word the first output of Philox-4x32-10 (Salmon, Moraes, Dror, Shaw 2011, "Parallel random
+numbers: as easy as 1, 2, 3") at counter (position mod 2**32, position >> 32, 0, 0) and key (seed mod 2**32,
+seed >> 32); position counts the output tokens of one sequence from 0. Nothing else enters, so a sequence draws the
+same numbers alone and in a batch.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nibblelm.errors import ConfigError, RequestError
+
+MASK32 = 0xFFFFFFFF
+# generation_config.json may set these; the values are the defaults where it does not
+DEFAULTS: dict[str, float] = {
+    "temperature": 0.8,
+    "top_k": 0,
+    "top_p": 0.95,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+DEFAULT_MAX_TOKENS = 256
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+    """Philox-4x32 with 10 rounds: four 32-bit words from a 128-bit counter and a 64-bit key."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high, low = 0xD2511F53 * c0, 0xCD9E8D57 * c2  # 64-bit products
+        c0, c1, c2, c3 = (low >> 32) ^ c1 ^ k0, low & MASK32, (high >> 32) ^ c3 ^ k1, high & MASK32
+        k0, k1 = (k0 + 0x9E3779B9) & MASK32, (k1 + 0xBB67AE85) & MASK32
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, position: int) -> float:
+    """The number in [0, 1) that output token `position` is drawn with; 0 <= seed < 2**64."""
+    word = philox((position & MASK32, position >> 32, 0, 0), (seed & MASK32, seed >> 32))[0]
+    return word * 2.0**-32
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt. None means generation_config.json's value, else the default; see `resolve`.
+
+    max_tokens          most tokens to generate (256); -1: until end of sequence or the context limit
+    temperature         0: greedy; 0.8
+    top_k               0: off (the default)
+    top_p, min_p        1 and 0: off; 0.95 and 0
+    repetition_penalty  1: off; counts prompt and output
+    presence_penalty, frequency_penalty   0: off; count output
+    logit_bias          added to the logits of these token ids; -inf forbids a token
+    seed                None: random, reported with the result
+    stop                strings that end the text; they are not part of it
+    stop_token_ids      tokens that end it, besides the model's own
+    ignore_eos          go on after the end-of-sequence token
+    logprobs, prompt_logprobs   n: report the log-probability of each token and of the n most likely ones
+
+    Raises RequestError with the parameter, the value it got and the range.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _number(self, "max_tokens", int, "-1 (no limit) or at least 1", lambda v: v == -1 or v >= 1)
+        _number(self, "temperature", float, "0 (greedy) to 100", lambda v: 0 <= v <= 100)
+        _number(self, "top_k", int, "0 (off) or more", lambda v: v >= 0)
+        _number(self, "top_p", float, "0 to 1 (off)", lambda v: 0 <= v <= 1)
+        _number(self, "min_p", float, "0 (off) to 1", lambda v: 0 <= v <= 1)
+        _number(self, "repetition_penalty", float, "above 0 to 100, 1 is off", lambda v: 0 < v <= 100)
+        _number(self, "presence_penalty", float, "-2 to 2, 0 is off", lambda v: -2 <= v <= 2)
+        _number(self, "frequency_penalty", float, "-2 to 2, 0 is off", lambda v: -2 <= v <= 2)
+        _number(self, "seed", int, "0 to 2**64 - 1", lambda v: 0 <= v < 2**64)
+        _number(self, "logprobs", int, "0 or more", lambda v: v >= 0)
+        _number(self, "prompt_logprobs", int, "0 or more", lambda v: v >= 0)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        _require(
+            isinstance(stop, Sequence) and all(isinstance(text, str) and text for text in stop),
+            "stop", self.stop, "a string or a list of strings, none of them empty",
+        )  # fmt: skip
+        _require(
+            isinstance(self.stop_token_ids, Sequence) and all(_is_id(i) for i in self.stop_token_ids),
+            "stop_token_ids", self.stop_token_ids, "a list of token ids",
+        )  # fmt: skip
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        _require(
+            isinstance(bias, Mapping) and all(_is_id(i) and _is_bias(value) for i, value in bias.items()),
+            "logit_bias", self.logit_bias, "a mapping from token ids to numbers below infinity",
+        )  # fmt: skip
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    def resolve(self, generation_config: Mapping[str, Any]) -> "SamplingParams":
+        """These parameters with every None of a sampling parameter filled in (seed and logprobs stay).
+
+        `do_sample: false` in generation_config.json means temperature 0 unless one was asked for; its
+        `eos_token_id` is the engine's business. Raises ConfigError where the file's value is out of range.
+        """
+        wanted: dict[str, Any] = {name: generation_config.get(name) for name in DEFAULTS}
+        wanted = {name: DEFAULTS[name] if value is None else value for name, value in wanted.items()}
+        if generation_config.get("do_sample") is False:
+            wanted["temperature"] = 0.0
+        limit = generation_config.get("max_new_tokens")
+        wanted["max_tokens"] = DEFAULT_MAX_TOKENS if limit is None else limit
+        wanted |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        wanted = {name: value for name, value in wanted.items() if getattr(self, name) is None}
+        try:
+            return replace(self, **wanted)
+        except RequestError as error:
+            raise ConfigError(f"generation_config.json: {error}") from error
+
+
+def _require(condition: bool, name: str, value: object, supported: str) -> None:
+    if not condition:
+        raise RequestError(f"{name} is {value!r}; supported: {supported}")
+
+
+def _number(params: SamplingParams, name: str, kind: type, supported: str, in_range: Any) -> None:
+    value = getattr(params, name)
+    if value is None:
+        return
+    number = isinstance(value, int if kind is int else Real) and not isinstance(value, bool)
+    _require(number and bool(in_range(value)), name, value, f"{kind.__name__}, {supported}")
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) < math.inf
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One token: its id, and if asked for its log-probability and the most likely (id, log-probability) pairs."""
+
+    token_id: int
+    logprob: float | None = None
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+def token_logprobs(logits: Tensor, token_id: int, top_n: int) -> Sampled:
+    """Log-probabilities under softmax of raw `logits` (V,): of `token_id` and of the `top_n` most likely tokens."""
+    x = logits.detach().to("cpu", torch.float32)
+    peak = float(x.max())
+    norm = peak + math.log(float((x - peak).exp_().sum(dtype=torch.float64)))
+    values = x.numpy()
+    ids = _largest(x, top_n) if top_n else np.empty(0, np.int64)
+    ids = ids[np.lexsort((ids, -values[ids]))][:top_n]
+    top = [(int(i), float(values[i]) - norm) for i in ids]
+    return Sampled(token_id, float(values[token_id]) - norm, top)
+
+
+class Sampler:
+    """Draws the tokens of one sequence.
+
+    vocab_size is the width of the logits; prompt_ids are what the repetition penalty counts besides the output.
+    """
+
+    def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int] = ()) -> None:
+        self.params = params = params.resolve({})
+        # 48 random bits: large enough, and exact as a JSON number everywhere
+        self.seed = int.from_bytes(os.urandom(6), "little") if params.seed is None else params.seed
+        self.position = 0
+        bias = params.logit_bias or {}
+        self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
+        self._bias = np.fromiter(bias.values(), np.float32, len(bias))
+        if bias and (largest := max(bias)) >= vocab_size:
+            raise RequestError(f"logit_bias names token {largest}; supported: 0 to {vocab_size - 1}")
+        self._seen = _Counts(prompt_ids) if params.repetition_penalty != 1 else None
+        counted = params.frequency_penalty or params.presence_penalty
+        self._output = _Counts(()) if counted else None
+
+    @property
+    def takes_argmax(self) -> bool:
+        """Whether the argmax of the raw logits is the token and no log-probabilities are asked for."""
+        plain = self._seen is None and self._output is None and not self._bias_ids.size
+        return plain and self.params.temperature == 0 and self.params.logprobs is None
+
+    def sample_greedy(self, token_id: int) -> Sampled:
+        """Take the argmax that the device found; only where `takes_argmax`."""
+        assert self.takes_argmax
+        self.position += 1
+        return Sampled(token_id)
+
+    def sample(self, logits: Tensor) -> Sampled:
+        """The next token for raw fp32 `logits` (V,), which stay as they are. Log-probabilities only if asked for."""
+        raw = logits.detach().to("cpu", torch.float32)
+        x = self._processed(raw)
+        token_id = int(x.argmax())  # the first of equals
+        peak = float(x[token_id])
+        if not math.isfinite(peak):
+            raise RequestError(f"the largest logit is {peak}: the model's output, or the logit bias, is not usable")
+        if self.params.temperature != 0:
+            token_id = self._draw(x, peak)
+        self.position += 1
+        for counts in (self._seen, self._output):
+            if counts is not None:
+                counts.add(token_id)
+        if self.params.logprobs is None:
+            return Sampled(token_id)
+        return token_logprobs(raw, token_id, self.params.logprobs)
+
+    def _processed(self, logits: Tensor) -> Tensor:
+        """Steps 1 to 3 of the order above."""
+        if self._seen is None and self._output is None and not self._bias_ids.size:
+            return logits
+        logits = logits.clone()
+        x = logits.numpy()  # shares memory: what is written below is in `logits`
+        x[self._bias_ids] += self._bias
+        if self._seen is not None:
+            ids, penalty = self._seen.ids, np.float32(self.params.repetition_penalty)
+            seen = x[ids]
+            x[ids] = np.where(seen < 0, seen * penalty, seen / penalty)
+        if self._output is not None:
+            x[self._output.ids] -= np.float32(self.params.frequency_penalty) * self._output.counts
+            x[self._output.ids] -= np.float32(self.params.presence_penalty)
+        return logits
+
+    def _draw(self, x: Tensor, peak: float) -> int:
+        u = uniform(self.seed, self.position)
+        ids, weights = kept_tokens(x, peak, self.params)
+        if ids is None:  # every token: worth its own path, since this is a pass over the vocabulary
+            sums = weights.cumsum(0)
+            return int(torch.searchsorted(sums, u * sums[-1], right=True))
+        order = np.argsort(ids)
+        sums = np.cumsum(weights.numpy()[order])
+        return int(ids[order[np.searchsorted(sums, u * sums[-1], side="right")]])
+
+
+def kept_tokens(x: Tensor, peak: float, params: SamplingParams) -> tuple[np.ndarray | None, Tensor]:
+    """Steps 4 to 7: the ids that may be drawn (None: all of them, in order) and their weights, float64.
+
+    x (V,) fp32 on the CPU, peak its largest value, params resolved. A weight is exp((x - peak) / temperature).
+    """
+    assert params.temperature is not None
+    assert params.top_p is not None
+    assert params.min_p is not None
+    temperature = max(params.temperature, 1e-30)  # fp32 cannot divide by less
+    values, count = x.numpy(), x.numel()
+
+    def weights_of(ids: np.ndarray) -> np.ndarray:
+        return np.exp((values[ids].astype(np.float64) - peak) / temperature)
+
+    if not params.top_k and params.top_p >= 1 and not params.min_p:
+        return None, ((x - peak) / temperature).exp_().double()
+    if params.top_k:
+        ids = _largest(x, params.top_k)
+        weights = weights_of(ids)
+        total = float(weights.sum())
+    elif params.top_p < 1:
+        # The candidates grow until they hold the mass asked for; what is kept is the same as after a full sort
+        total = float(((x - peak) / temperature).exp_().sum(dtype=torch.float64))
+        for size in (256, 4096, count):
+            ids = _largest(x, size)
+            weights = weights_of(ids)
+            if weights.sum() >= params.top_p * total:
+                break
+    else:
+        # min-p alone is a threshold on logits, here with room for rounding; the exact test on weights follows
+        ids = np.flatnonzero(values >= peak + temperature * math.log(params.min_p) - 1e-3 * (1 + abs(peak)))
+        weights, total = weights_of(ids), 0.0
+    if params.top_p < 1:
+        order = np.lexsort((ids, -values[ids]))
+        ids, weights = ids[order], weights[order]
+        before = np.concatenate([[0.0], np.cumsum(weights)[:-1]])
+        last = max(1, int(np.searchsorted(before, params.top_p * total)))
+        ids, weights = ids[:last], weights[:last]
+    enough = weights >= params.min_p  # the largest weight is 1
+    return ids[enough], torch.from_numpy(weights[enough])
+
+
+def _largest(x: Tensor, count: int) -> np.ndarray:
+    """Ids, rising, of the `count` largest of x (V,) and of all that equal the smallest of them."""
+    values = x.numpy()
+    if count >= values.size:
+        return np.arange(values.size)
+    rows = values.size // (4 * count)
+    if rows > 1:
+        # There are at least `count` values not below the count-th largest of the maxima of disjoint columns
+        maxima = x[: values.size - values.size % rows].view(rows, -1).amax(0)
+        ids = np.flatnonzero(values >= float(maxima.topk(count).values[-1]))
+    else:
+        ids = np.arange(values.size)
+    found = values[ids]
+    return ids[found >= np.partition(found, found.size - count)[found.size - count]]
+
+
+class _Counts:
+    """How often each token occurred, as parallel arrays of ids and counts that grow by doubling."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        ids, counts = np.unique(np.asarray(token_ids, np.int64), return_counts=True)
+        self._size = ids.size
+        self._index = {int(token): i for i, token in enumerate(ids)}
+        self._ids = np.concatenate([ids, np.zeros(64, np.int64)])
+        self._counts = np.concatenate([counts, np.zeros(64)]).astype(np.float32)
+
+    def add(self, token_id: int) -> None:
+        """Count one more occurrence."""
+        index = self._index.setdefault(token_id, self._size)
+        if index == self._size:
+            if index == self._ids.size:
+                self._ids = np.resize(self._ids, 2 * index)
+                self._counts = np.concatenate([self._counts, np.zeros(index, np.float32)])
+            self._ids[index] = token_id
+            self._size += 1
+        self._counts[index] += 1
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Distinct token ids, int64."""
+        return self._ids[: self._size]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Their counts, fp32."""
+        return self._counts[: self._size]
+
+
+__all__ = ["Sampled", "Sampler", "SamplingParams", "kept_tokens", "philox", "token_logprobs", "uniform"]
