@@ -127,7 +127,7 @@ class FolderWriter:
         """Write contiguous `data` at byte `position` of tensor `name`; returns the bytes written."""
         file = self._home[name]
         # numpy has no bfloat16, so the bytes are shown to it as such
-        view = memoryview(data.contiguous().view(-1).view(torch.uint8).numpy()) if data.numel() else memoryview(b"")
+        view = data.contiguous().view(-1).view(torch.uint8).numpy().data
         with typed_write_errors(self._folder / file.name):
             _write_all(self._descriptor(file), view, file.offsets[name] + position)
         return view
