@@ -1,0 +1,184 @@
+"""The command line as a person types it: streams, exit codes, one-line errors, start-up time."""
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-c", "import sys; from nibblelm.cli import main; sys.exit(main())"]
+
+
+def run(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *args], input=stdin, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def stories(data_dir: Path) -> str:
+    return str(data_dir / "checkpoints" / "stories260K")
+
+
+@pytest.fixture(scope="module")
+def chatty(stories: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """stories260K with a chat template."""
+    folder = tmp_path_factory.mktemp("chatty") / "model"
+    shutil.copytree(stories, folder, copy_function=shutil.copyfile)
+    folder.chmod(0o755)
+    path = folder / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    return str(folder)
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr(stories: str) -> None:
+    result = run("generate", "-m", stories, "-p", "Once upon a time", "-n", "20", "--temp", "0", "--echo")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("Once upon a time, there was")
+    assert "tok/s" in result.stderr
+    assert "peak memory" in result.stderr
+    assert "tok/s" not in result.stdout
+    without = run("generate", "-m", stories, "-p", "Once upon a time", "-n", "20", "--temp", "0")
+    assert "Once upon a time" + without.stdout == result.stdout
+
+
+def test_prompt_from_stdin_file_and_json(stories: str, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("Once upon a time")
+    options = ("-m", stories, "-n", "8", "--temp", "0")
+    from_file = run("generate", *options, "-f", str(tmp_path / "prompt.txt"))
+    from_stdin = run("generate", *options, "-p", "-", stdin="Once upon a time")
+    as_json = run("generate", *options, "-p", "Once upon a time", "--json")
+    assert from_file.stdout == from_stdin.stdout
+    output = json.loads(as_json.stdout)
+    assert output["text"] + "\n" == from_file.stdout
+    assert output["finish_reason"] == "length"
+    assert len(output["token_ids"]) == output["timings"]["generated_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        ((), 2, "required"),
+        (("generate",), 2, "required"),
+        (("generate", "-m", "x", "-p", "a", "--temp", "hot"), 2, "temp"),
+        (("generate", "-m", "x", "-p", "a", "--threads", "0"), 2, "at least 1"),
+        (("dance",), 2, "dance"),
+        (("generate", "-m", "/nowhere/model", "-p", "a"), 1, "/nowhere/model"),
+        (("generate", "-m", "{stories}", "-f", "/nowhere/prompt.txt"), 1, "/nowhere/prompt.txt"),
+        (("generate", "-m", "{stories}", "-p", "a", "--temp", "-1"), 1, "temperature"),
+        (("generate", "-m", "{stories}", "-p", "a", "--top-p", "7"), 1, "top_p"),
+        (("generate", "-m", "{stories}", "-p", "a", "--ctx-size", "100000"), 1, "512"),
+        (("generate", "-m", "{stories}", "-p", "a", "--system", "Be brief"), 1, "chat template"),
+        (("chat", "-m", "{stories}"), 1, "chat template"),
+        (("info", "-m", "{stories}/model.safetensors"), 1, "model.safetensors"),
+    ],
+)
+def test_expected_failures_are_one_line(args: tuple[str, ...], code: int, message: str, stories: str) -> None:
+    result = run(*(a.replace("{stories}", stories) for a in args))
+    assert result.returncode == code
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    if code == 1:
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_debug_shows_the_traceback() -> None:
+    assert "Traceback" in run("info", "-m", "/nowhere/model", "--debug").stderr
+
+
+def test_cuda_is_never_a_silent_cpu_run(stories: str) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    result = run("generate", "-m", stories, "-p", "a", "--device", "cuda")
+    assert result.returncode == 1
+    assert "cuda" in result.stderr.lower()
+
+
+def test_version_info_and_doctor(stories: str) -> None:
+    import nibblelm
+
+    assert run("--version").stdout.strip() == f"nibblelm {nibblelm.__version__}"
+    info = json.loads(run("info", "-m", stories, "--json").stdout)
+    assert (info["model_type"], info["context"], info["layers"]) == ("llama", 512, 5)
+    assert info["bits_per_weight"] == pytest.approx(32.0)
+    assert info["kv_bytes_per_1k_tokens"] == 1000 * 2 * 5 * 4 * 8 * 2
+    assert "5 layers" in run("info", "-m", stories).stdout
+    doctor = run("doctor")
+    assert doctor.returncode == 0
+    assert "CPU kernels: " in doctor.stdout
+    assert "CUDA kernels: " in doctor.stdout
+
+
+def test_help_is_quick() -> None:
+    run("--help")
+    times = []
+    for _ in range(5):
+        begun = time.perf_counter()
+        assert run("--help").returncode == 0
+        times.append(time.perf_counter() - begun)
+    empty = time.perf_counter()
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    empty = time.perf_counter() - empty
+    assert min(times) <= 0.3 + empty, f"{min(times):.2f} s"
+
+
+def test_interrupt_ends_a_generation_cleanly(stories: str) -> None:
+    args = ["generate", "-m", stories, "-p", "Once", "-n", "-1", "--ignore-eos", "--temp", "1"]
+    process = subprocess.Popen([*COMMAND, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    # a short story may have reached the context limit before the signal arrived
+    assert process.returncode in (130, 0)
+    assert "Traceback" not in errors
+
+
+def test_a_closed_pipe_is_quiet(stories: str) -> None:
+    shell = " ".join(f"'{c}'" for c in COMMAND)
+    line = f"{shell} generate -m '{stories}' -p Once -n 200 --ignore-eos | head -c 5"
+    result = subprocess.run(line, shell=True, capture_output=True, text=True, check=True, timeout=120)
+    assert "Traceback" not in result.stderr
+
+
+def test_chat_session(chatty: str) -> None:
+    result = run(
+        "chat", "-m", chatty, "--temp", "0", "-n", "12", stdin="Once upon a time\n/reset\nOnce upon a time\n/exit\n"
+    )
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.strip().splitlines()
+    assert first == second
+    assert result.stderr.count("tok/s") == 4
+    again = run("chat", "-m", chatty, "--temp", "0", "-n", "12", stdin="Once upon a time\nOnce upon a time\n")
+    assert again.stdout.strip().splitlines()[1] != second
+
+
+def test_chat_in_a_terminal(chatty: str) -> None:
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "chat", "-m", chatty, "--temp", "0", "-n", "8"], stdin=follower, stdout=follower, stderr=follower
+    )
+    os.close(follower)
+    os.write(leader, b"Once upon a time\n/exit\n")
+    seen = b""
+    try:
+        while chunk := os.read(leader, 4096):
+            seen += chunk
+    except OSError:  # the terminal closes with the process
+        pass
+    assert process.wait(timeout=60) == 0
+    assert b"tok/s" in seen
+
+
+def test_raw_leaves_the_template_out(chatty: str) -> None:
+    options = ("-m", chatty, "-p", "Once upon a time", "-n", "5", "--temp", "0", "--json")
+    template, raw = (json.loads(run("generate", *options, *more).stdout) for more in ((), ("--raw",)))
+    assert template["timings"]["prompt_tokens"] != raw["timings"]["prompt_tokens"]
