@@ -16,6 +16,7 @@ from nibblelm.config import DecoderConfig, token_ids
 from nibblelm.errors import DeviceError, NibbleLMError, RequestError
 from nibblelm.kv_cache import bytes_per_token
 from nibblelm.models import family, tensor_plan
+from nibblelm.ops.types import ActivationBits
 from nibblelm.runner import Runner
 from nibblelm.sampler import Sampled, Sampler, SamplingParams, token_logprobs
 from nibblelm.tokenizer import TextStream, Tokenizer, load_tokenizer
@@ -162,9 +163,8 @@ class LLM:
         revision: str | None = None,
     ) -> None:
         begun = time.perf_counter()
-        self.device = _device(device)
-        if dtype not in ("auto", "fp32", "bf16"):
-            raise RequestError(f"dtype {dtype!r} is not supported; use auto, fp32 or bf16")
+        self.device = select_device(device)
+        self.dtype, self.kv_dtype, activation_bits = numeric_types(dtype, self.device)
         if threads is not None:
             ops.set_threads(threads)
         checkpoint = open_checkpoint(model, revision)
@@ -174,11 +174,8 @@ class LLM:
         self.generation_config = checkpoint.generation_config
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint.folder)
         self.bos_id, self.eos_ids = self._special_ids(checkpoint)
-        fp32 = dtype == "fp32"
-        self.dtype = torch.float32 if fp32 or self.device.type == "cpu" else torch.bfloat16
-        self.kv_dtype = torch.float32 if fp32 else torch.bfloat16
         check_tensors(checkpoint, tensor_plan(checkpoint.config), self.config.tied)
-        weights = CheckpointWeights(checkpoint, self.device, self.dtype, 24 if fp32 else 16 if dtype == "bf16" else 8)
+        weights = CheckpointWeights(checkpoint, self.device, self.dtype, activation_bits)
         network = family(checkpoint.config).Model(weights, self.config, self.max_context)
         self.runner = Runner(network, self.device, self.kv_dtype, self.max_context)
         self.weight_bytes = weights.streamed_bytes
@@ -336,7 +333,8 @@ class LLM:
         ]
 
 
-def _device(name: str) -> torch.device:
+def select_device(name: str) -> torch.device:
+    """The device of a name; "cuda" raises DeviceError with the reason when it cannot be used."""
     if name not in ("auto", "cpu", "cuda"):
         raise RequestError(f"device {name!r} is not supported; use auto, cpu or cuda")
     if name == "cpu":
@@ -345,6 +343,17 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not works:
         raise DeviceError(f"device cuda cannot be used: {reason}")
     return torch.device("cuda" if works else "cpu")
+
+
+def numeric_types(name: str, device: torch.device) -> tuple[torch.dtype, torch.dtype, ActivationBits]:
+    """What a `dtype` option means on a device: activations, cache, and bits of the inputs of quantized layers."""
+    if name not in ("auto", "fp32", "bf16"):
+        raise RequestError(f"dtype {name!r} is not supported; use auto, fp32 or bf16")
+    if name == "fp32":
+        return torch.float32, torch.float32, 24
+    if device.type == "cuda":
+        return torch.bfloat16, torch.bfloat16, 16
+    return torch.float32, torch.bfloat16, 16 if name == "bf16" else 8
 
 
 __all__ = ["LLM", "GenerationOutput", "NibbleLMError", "SamplingParams", "StreamPiece", "Timings"]

@@ -91,6 +91,10 @@ class Runner:
             self.history[slot].append(token)
         return captured.logits
 
+    def kernels_per_step(self, batch: int) -> int:
+        """Kernels of a captured decode step for `batch` sequences, which must have run."""
+        return len(self._captured[batch].program)
+
     def _capture(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> _Captured:
         rows = self._rows(ids, positions, slots)
         with ops.capture(self.device) as program:

@@ -17,9 +17,9 @@ LAYERS = [
     ["ops"],
     ["config", "checkpoint"],
     ["quant"],
-    ["tokenizer", "rope_scaling", "kv_cache", "weights", "layers"],
+    ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
-    ["convert_plan", "converter", "runner", "sampler", "engine"],
+    ["convert_plan", "converter", "shapes", "runner", "sampler", "benchmark", "engine"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,0 +1,122 @@
+"""`nibblelm bench`: prefill and decode speed of a model or of a published shape with random weights."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nibblelm.runner import Runner
+
+HELP = "measure prefill and decode speed"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("-m", "--model", metavar="PATH|HUB_ID", help="model folder or hub id")
+    source.add_argument("--shape", metavar="NAME", help="llama-3-8b, llama-3.2-1b, tinyllama-1.1b or qwen2.5-0.5b")
+    parser.add_argument("--random-weights", action="store_true", help="what --shape uses; needs no checkpoint")
+    parser.add_argument("--bits", type=int, choices=(4, 8, 16), default=4, help="weights of --shape")
+    parser.add_argument("--group-size", type=int, choices=(-1, 32, 64, 128), default=-1, help="of --shape; -1 per row")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
+    parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N")
+    parser.add_argument("--gen-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--batch", type=int, default=1, metavar="N")
+    parser.add_argument("--depth", type=int, default=0, metavar="N", help="tokens in the cache before the prompt")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from nibblelm.benchmark import Load, measure, read_bandwidth
+    from nibblelm.errors import RequestError
+    from nibblelm.kv_cache import bytes_per_token
+
+    load = Load(args.prompt_tokens, args.gen_tokens, args.batch, args.depth)
+    if min(load.prompt_tokens, load.generated_tokens, load.batch) < 1 or load.depth < 0:
+        raise RequestError("--prompt-tokens, --gen-tokens and --batch must be at least 1, --depth at least 0")
+    runner, facts = _from_shape(args, load.context) if args.shape else _from_model(args, load.context)
+    speed = measure(runner, load)
+    config = runner.model.config
+    kv = bytes_per_token(config.layers, config.kv_heads, config.head_dim, runner.kv_dtype)
+    depth = load.depth + load.prompt_tokens + load.generated_tokens / 2
+    step_bytes = facts["weight_bytes"] + load.batch * depth * kv
+    peak = read_bandwidth(runner.device)
+    decode = speed.decode_tok_s[0]
+    row = {
+        "shape": facts["shape"],
+        "device": torch.cuda.get_device_name() if runner.device.type == "cuda" else "cpu",
+        "dtype": args.dtype,
+        "bits": facts["bits"],
+        "group_size": facts["group_size"],
+        "batch": load.batch,
+        "prompt_tokens": load.prompt_tokens,
+        "generated_tokens": load.generated_tokens,
+        "depth": load.depth,
+        "prefill_tok_s": dict(zip(("mean", "std"), speed.prefill_tok_s, strict=True)),
+        "decode_tok_s": dict(zip(("mean", "std"), speed.decode_tok_s, strict=True)),
+        "weight_bytes": facts["weight_bytes"],
+        "achieved_gb_s": step_bytes * decode / load.batch / 1e9,
+        "peak_gb_s": peak / 1e9,
+        "load_s": facts["load_s"],
+        "kernels_per_token": runner.kernels_per_step(load.batch),
+        "ids_hash": speed.ids_hash,
+        "tree": None,
+    }
+    print(json.dumps(row) if args.json else _table(row))
+    return 0
+
+
+def _from_model(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:
+    from nibblelm.engine import LLM
+
+    llm = LLM(args.model, args.device, args.dtype, args.threads, context)
+    facts = {"bits": None, "group_size": None, "weight_bytes": llm.weight_bytes, "load_s": llm.load_s}
+    return llm.runner, facts | {"shape": llm.folder.name}
+
+
+def _from_shape(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:
+    import time
+
+    from nibblelm import ops
+    from nibblelm.engine import numeric_types, select_device
+    from nibblelm.errors import RequestError
+    from nibblelm.models import family
+    from nibblelm.random_weights import RandomWeights
+    from nibblelm.runner import Runner
+    from nibblelm.shapes import SHAPES
+
+    if args.shape not in SHAPES:
+        raise RequestError(f"shape {args.shape!r} is not known; known: {sorted(SHAPES)}")
+    if args.threads is not None:
+        ops.set_threads(args.threads)
+    raw, device = SHAPES[args.shape], select_device(args.device)
+    module = family(raw)
+    config = module.read_config(raw)
+    if context > config.max_positions:
+        raise RequestError(f"{context} positions are asked for; {args.shape} has {config.max_positions}")
+    print(f"making random weights of {args.shape} ...", file=sys.stderr)
+    begun = time.perf_counter()
+    dtype, kv_dtype, activation_bits = numeric_types(args.dtype, device)
+    weights = RandomWeights(device, dtype, activation_bits, args.bits, args.group_size)
+    runner = Runner(module.Model(weights, config, context), device, kv_dtype, context)
+    facts = {"bits": args.bits, "group_size": args.group_size, "weight_bytes": weights.streamed_bytes}
+    return runner, facts | {"shape": args.shape, "load_s": time.perf_counter() - begun}
+
+
+def _table(row: dict[str, Any]) -> str:
+    prefill, decode = row["prefill_tok_s"], row["decode_tok_s"]
+    percent = 100 * row["achieved_gb_s"] / row["peak_gb_s"]
+    return "\n".join(
+        [
+            f"{row['shape']} on {row['device']}, {row['dtype']}, batch {row['batch']}, depth {row['depth']}",
+            f"prefill {row['prompt_tokens']:>6}   {prefill['mean']:10.1f} ± {prefill['std']:.1f} tok/s",
+            f"decode  {row['generated_tokens']:>6}   {decode['mean']:10.1f} ± {decode['std']:.1f} tok/s",
+            f"memory traffic   {row['achieved_gb_s']:.1f} of {row['peak_gb_s']:.1f} GB/s ({percent:.0f} %), "
+            f"{row['weight_bytes'] / 1e6:.0f} MB of weights per step",
+            f"load {row['load_s']:.2f} s, {row['kernels_per_token']} kernels per step, ids {row['ids_hash']}",
+        ]
+    )

@@ -1,0 +1,60 @@
+"""Gaussian weights through the real quantizer: a model of a given shape without a checkpoint, for benchmarks."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, Weight
+from nibblelm.quant.affine import pack_zero_point
+from nibblelm.quant.rows import quantize_rows
+from nibblelm.weights import Kind
+
+
+class RandomWeights:
+    """Every matrix has its own storage; heads are int8 per row under a quantized body, as the converter makes them."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        activation_bits: ActivationBits,
+        bits: int,
+        group_size: int,
+        seed: int = 0,
+    ) -> None:
+        self.device, self.dtype, self.activation_bits = device, dtype, activation_bits
+        self.bits, self.group_size = bits, group_size
+        self.streamed_bytes = 0
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def _gaussian(self, rows: int, columns: int) -> Tensor:
+        """(rows, columns) in bf16, scaled so that activations keep their size through the layers."""
+        return (torch.randn(rows, columns, generator=self._generator) * columns**-0.5).bfloat16()
+
+    def _weight(self, rows: int, columns: int, bits: int, group_size: int) -> Weight:
+        full = self._gaussian(rows, columns)
+        if bits == 16:
+            return full
+        q = quantize_rows(full, bits, group_size, symmetric=False, method="minmax", threads=torch.get_num_threads())
+        zero = pack_zero_point(q.zero, bits)
+        return QuantizedWeight(q.codes, q.scale, zero, 4 if bits == 4 else 8, group_size, (rows, columns))
+
+    def _pack(self, parts: Sequence[Weight]) -> list[PackedLinear]:
+        packed = [ops.pack_linear(parts, self.device)]
+        self.streamed_bytes += packed[0].nbytes
+        return packed
+
+    def matrices(self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear") -> list[PackedLinear]:
+        return self._pack([self._weight(rows, columns, self.bits, self.group_size) for _, rows in modules])
+
+    def vector(self, name: str, size: int) -> Tensor:
+        value = torch.ones(size) if "norm" in name else torch.randn(size, generator=self._generator) * 0.1
+        return value.to(self.device)
+
+    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
+        return (self._gaussian(rows, columns) * columns**0.5).to(self.device)
+
+    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
+        return self._pack([self._weight(rows, columns, 16 if self.bits == 16 else 8, -1)])
