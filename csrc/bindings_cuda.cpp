@@ -23,4 +23,44 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("DTYPES") = py::make_tuple("float32", "float16", "bfloat16");
 
   // ---- linear ----
+  py::class_<LinearWeight>(m, "LinearWeight")
+      .def(py::init([](std::uintptr_t data, std::uintptr_t records, int format, int n, int k, std::int64_t pitch,
+                       int group_size, int scale_dtype, bool has_zero, bool has_minimum) {
+             return LinearWeight{
+                 pointer(data), pointer(records), static_cast<WeightFormat>(format), n,        k,
+                 pitch,         group_size,       static_cast<DType>(scale_dtype),   has_zero, has_minimum};
+           }),
+           py::arg("data"), py::arg("records"), py::arg("format"), py::arg("n"), py::arg("k"), py::arg("pitch"),
+           py::arg("group_size"), py::arg("scale_dtype"), py::arg("has_zero"), py::arg("has_minimum"))
+      .def_property_readonly("groups", &LinearWeight::groups)
+      .def_property_readonly("strips", &LinearWeight::strips)
+      .def_property_readonly("steps", &LinearWeight::steps);
+  m.attr("WEIGHT_FORMATS") = py::make_tuple("int4", "int8", "float16", "bfloat16", "float32");
+  m.attr("MAX_DECODE_ROWS") = kMaxDecodeRows;
+  m.def("linear_workspace", [](const LinearWeight& weight, int x_dtype, int rows) {
+    return linear_decode_workspace(weight, static_cast<DType>(x_dtype), rows);
+  });
+  m.def("linear", [](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype, std::uintptr_t y,
+                     std::int64_t y_stride, int y_dtype, std::uintptr_t bias, int rows, std::uintptr_t partials,
+                     std::uintptr_t arrivals, std::uintptr_t stream, bool programmatic) {
+    linear_decode(weight,
+                  {pointer(x), x_stride, static_cast<DType>(x_dtype), pointer(y), y_stride, static_cast<DType>(y_dtype),
+                   pointer<float>(bias), rows, pointer<float>(partials), pointer<int>(arrivals)},
+                  {pointer(stream), programmatic});
+  });
+  m.def("linear_pack", [](const LinearWeight& weight, std::uintptr_t codes, std::int64_t words, std::uintptr_t data,
+                          std::uintptr_t stream) {
+    linear_pack(weight, pointer(codes), words, pointer(data), {pointer(stream), false});
+  });
+  m.def("linear_unpack", [](const LinearWeight& weight, int first, int count, std::uintptr_t out, int out_dtype,
+                            bool codes_only, std::uintptr_t stream, bool programmatic) {
+    linear_unpack(weight, first, count, pointer(out), static_cast<DType>(out_dtype), codes_only,
+                  {pointer(stream), programmatic});
+  });
+  m.def("linear_scale_columns",
+        [](const LinearWeight& weight, int first, int count, std::uintptr_t sums, int rows, std::uintptr_t y,
+           std::int64_t y_stride, int y_dtype, std::uintptr_t bias, std::uintptr_t stream, bool programmatic) {
+          linear_scale_columns(weight, first, count, pointer<float>(sums), rows, pointer(y), y_stride,
+                               static_cast<DType>(y_dtype), pointer<float>(bias), {pointer(stream), programmatic});
+        });
 }

@@ -27,8 +27,8 @@ constexpr int kMaxDecodeRows{16};
 //   int8, 32 columns a unit: words 0 and 2 hold row r, columns 8c..8c+3 and 8c+4..8c+7; words 1 and 3 row r + 8.
 //   int4, 64 columns a unit: the same twice, columns 0..31 in the low nibbles and 32..63 in the high ones.
 // `records` holds, per strip and group (one group per row when group_size is 0), for r = 0..7:
-//   (scale[r], scale[r + 8]) in scale_dtype; if has_zero, the zero-points as unsigned bytes z[r], z[r + 8] (int8) or one
-//   byte z[r] | z[r + 8] << 4 (int4); if has_minimum, (minimum[r], minimum[r + 8]) in scale_dtype.
+//   (scale[r], scale[r + 8]) in scale_dtype; if has_zero, the zero-points as unsigned bytes z[r], z[r + 8] (int8) or
+//   one byte z[r] | z[r + 8] << 4 (int4); if has_minimum, (minimum[r], minimum[r + 8]) in scale_dtype.
 struct LinearWeight {
   const void* data;
   const void* records;

@@ -1,0 +1,90 @@
+// linear: dispatch of the decode kernel over weight formats, and its plan on the present card.
+#include <bit>
+
+#include "linear.h"
+#include "linear_decode.cuh"
+
+namespace nibblelm::cuda {
+
+namespace {
+
+std::string describe(const LinearWeight& w, DType x_dtype, int m) {
+  return std::string("linear x=(") + std::to_string(m) + ", " + std::to_string(w.k) + ") " + name(x_dtype) +
+         " weight=(" + std::to_string(w.n) + ", " + std::to_string(w.k) + ") " + name(w.format) +
+         (w.integer() && w.group_size ? " groups of " + std::to_string(w.group_size) : std::string());
+}
+
+DecodePlan plan_here(const LinearWeight& w, DType x_dtype, int m) {
+  const DecodePlan plan = plan_decode(w, x_dtype, m, device_attribute(cudaDevAttrMultiProcessorCount),
+                                      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024);
+  if (plan.grid == 0) {
+    throw std::invalid_argument(describe(w, x_dtype, m) + ": K is too long for the shared memory of this card");
+  }
+  return plan;
+}
+
+}  // namespace
+
+int64_t linear_decode_workspace(const LinearWeight& w, DType x_dtype, int m) {
+  const DecodePlan p = plan_here(w, x_dtype, m);
+  return p.parts == 1 ? 0 : static_cast<int64_t>(p.parts) * p.strip_groups * p.block_strips * kStripRows * p.m;
+}
+
+void linear_decode(const LinearWeight& w, const LinearArgs& args, const Launch& launch) {
+  DecodeArgs a{};
+  a.data = static_cast<const uint8_t*>(w.data);
+  a.records = static_cast<const uint8_t*>(w.records);
+  a.bias = args.bias;
+  a.partials = args.partials;
+  a.arrivals = args.arrivals;
+  a.x_stride = args.x_stride;
+  a.y_stride = args.y_stride;
+  a.n = w.n;
+  a.k = w.k;
+  a.strips = w.strips();
+  a.steps = w.steps();
+  a.y_dtype = args.y_dtype;
+  a.x_is_float = args.x_dtype == DType::f32;
+  const int x_bytes = a.x_is_float ? 4 : 2, y_bytes = args.y_dtype == DType::f32 ? 4 : 2;
+  a.x_aligned = aligned16(args.x, args.x_stride * x_bytes);
+  if (w.integer()) {
+    a.units = w.steps() * kStepK / (w.format == WeightFormat::int4 ? 64 : 32);
+    a.groups = w.groups();
+    a.group_shift = w.group_size == 0 ? 0 : std::countr_zero(static_cast<unsigned>(w.group_size));
+    a.record_bytes = w.record_bytes();
+    a.minimum_at = w.minimum_offset();
+    a.default_zero = w.default_zero();
+    a.scale_dtype = w.scale_dtype;
+    a.has_zero = w.has_zero;
+    a.has_minimum = w.has_minimum;
+  } else {
+    a.pitch_bytes = w.pitch * (w.format == WeightFormat::f32 ? 4 : 2);
+    a.units = static_cast<int>(w.pitch / (w.format == WeightFormat::f32 ? 16 : 32));
+  }
+  const std::string what = describe(w, args.x_dtype, args.m);
+  for (int row = 0; row < args.m; row += a.plan.m) {  // one launch unless K is too long for all rows at a time
+    a.plan = plan_here(w, args.x_dtype, args.m);
+    a.plan = plan_here(w, args.x_dtype, std::min(a.plan.m, args.m - row));
+    a.x = static_cast<const uint8_t*>(args.x) + row * args.x_stride * x_bytes;
+    a.y = static_cast<uint8_t*>(args.y) + row * args.y_stride * y_bytes;
+    switch (w.format) {
+      case WeightFormat::int4:
+        launch_decode<WeightFormat::int4>(a, launch, what);
+        break;
+      case WeightFormat::int8:
+        launch_decode<WeightFormat::int8>(a, launch, what);
+        break;
+      case WeightFormat::f16:
+        launch_decode<WeightFormat::f16>(a, launch, what);
+        break;
+      case WeightFormat::bf16:
+        launch_decode<WeightFormat::bf16>(a, launch, what);
+        break;
+      case WeightFormat::f32:
+        launch_decode<WeightFormat::f32>(a, launch, what);
+        break;
+    }
+  }
+}
+
+}  // namespace nibblelm::cuda

@@ -1,0 +1,265 @@
+"""CUDA side of the op contract: thin calls of `nibblelm._cuda`, on PyTorch's current stream of the current device."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from nibblelm.errors import DeviceError
+from nibblelm.ops.types import PackedLinear, QuantizedWeight, Weight
+
+try:
+    from nibblelm import _cuda  # pyright: ignore[reportAttributeAccessIssue]
+
+    _LOAD_ERROR = ""
+except ImportError as error:
+    _cuda = cast(Any, None)
+    _LOAD_ERROR = str(error)
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_FORMATS = {4: 0, 8: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
+_UNPACK_BYTES = 64 << 20  # workspace of the large-M path: it and the sums of 2,048 rows stay in or near L2
+_programmatic: ContextVar[bool] = ContextVar("programmatic_launch", default=False)
+
+
+def available() -> tuple[bool, str]:
+    """Whether CUDA kernels can run here, and if not, why (for `nibblelm doctor` and error messages)."""
+    if torch.version.cuda is None:
+        return False, f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch"
+    if not torch.cuda.is_available():
+        return False, "torch sees no CUDA device; check nvidia-smi and the driver"
+    if _cuda is None:
+        if "No module named" in _LOAD_ERROR or "cannot import name" in _LOAD_ERROR:
+            return False, "the extension nibblelm._cuda is not built; reinstall where nvcc is on the PATH"
+        return False, f"the extension nibblelm._cuda does not load: {_LOAD_ERROR}"
+    return True, f"{torch.cuda.get_device_name()}, torch CUDA {torch.version.cuda}"
+
+
+def require() -> None:
+    """Raise `DeviceError` with the real reason where CUDA kernels cannot run."""
+    usable, reason = available()
+    if not usable:
+        raise DeviceError(f"device 'cuda' cannot be used: {reason}. Use device 'cpu', or fix that first")
+
+
+def launch_args() -> tuple[int, bool]:
+    """(stream, programmatic): the last two arguments of every launcher."""
+    return torch.cuda.current_stream().cuda_stream, _programmatic.get()
+
+
+@contextmanager
+def programmatic_launch(enabled: bool) -> Iterator[None]:
+    """Let the block's kernels start before the kernel ahead of them has finished (sm_90 and later)."""
+    token = _programmatic.set(enabled)
+    try:
+        yield
+    finally:
+        _programmatic.reset(token)
+
+
+class Program:
+    """A captured CUDA graph; the tensors that were made while it was recorded live as long as it does."""
+
+    def __init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@contextmanager
+def capture(device: torch.device) -> Iterator[Program]:
+    """Record the block as a CUDA graph on a side stream. Run the same calls once before: first use loads kernels."""
+    require()
+    program = Program()
+    with (
+        torch.cuda.device(device),
+        torch.cuda.graph(program.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
+    ):
+        yield program
+
+
+# ---- linear ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CudaWeight:
+    """What `PackedLinear.data` is on CUDA: the descriptor that kernels take and the tensors it points into."""
+
+    descriptor: Any
+    values: Tensor  # fragments of codes (bytes), or the padded row-major matrix
+    records: Tensor | None
+    arrivals: Tensor  # int32 zeros, one per strip of 16 rows
+    exact_codes: bool  # per-row zero-point form: q - zero is an integer that bf16 holds
+
+
+def _padded(t: Tensor, rows: int, columns: int) -> Tensor:
+    return torch.nn.functional.pad(t, (0, columns - t.shape[1], 0, rows - t.shape[0]))
+
+
+def _unpack_zero(part: QuantizedWeight, device: torch.device) -> Tensor:
+    """Zero-points of a part as uint8 (N, G)."""
+    n, groups = part.shape[0], part.groups
+    if part.zero_point is None:
+        return torch.full((n, groups), 1 << (part.bits - 1), dtype=torch.uint8, device=device)
+    shifts = torch.arange(0, 32, part.bits, dtype=torch.int32, device=device).view(1, -1, 1)
+    zero = (part.zero_point.to(device).unsqueeze(1) >> shifts) & ((1 << part.bits) - 1)
+    return zero.reshape(-1, groups)[:n].to(torch.uint8)
+
+
+def _records(parts: Sequence[QuantizedWeight], strips: int, groups: int, device: torch.device) -> Tensor:
+    """Scales, zero-points and minima in the layout of csrc/cuda/linear.h: uint8 (strips, groups, record bytes)."""
+
+    def pairs(tensors: list[Tensor]) -> Tensor:
+        t = _padded(torch.cat(tensors), strips * 16, groups).view(strips, 2, 8, groups)
+        return t.permute(0, 3, 2, 1).contiguous().view(strips, groups, -1).view(torch.uint8)
+
+    fields = [pairs([p.scale.to(device) for p in parts])]
+    if any(p.zero_point is not None for p in parts):
+        zeros = pairs([_unpack_zero(p, device) for p in parts])
+        fields.append(zeros[..., 0::2] | zeros[..., 1::2] << 4 if parts[0].bits == 4 else zeros)
+    minima = [p.minimum.to(device) for p in parts if p.minimum is not None]
+    if minima:
+        fields.append(pairs(minima))
+    return torch.cat(fields, -1).contiguous()
+
+
+def _scheme(part: Weight) -> tuple[object, ...]:
+    if isinstance(part, QuantizedWeight):
+        return part.bits, part.group_size, part.scale.dtype, part.minimum is not None, part.shape[1]
+    return part.dtype, part.shape[1]
+
+
+def pack_linear(parts: Sequence[Weight], device: torch.device) -> PackedLinear:
+    require()
+    first = parts[0]
+    if any(_scheme(p) != _scheme(first) for p in parts):
+        raise ValueError(f"parts of one linear differ in scheme: {[_scheme(p) for p in parts]}")
+    n, k = sum(p.shape[0] for p in parts), first.shape[1]
+    with torch.cuda.device(device):
+        arrivals = torch.zeros(-(-n // 16), dtype=torch.int32, device=device)
+        packed = (
+            _pack_quantized([cast(QuantizedWeight, p) for p in parts], n, k, arrivals)
+            if isinstance(first, QuantizedWeight)
+            else _pack_full([cast(Tensor, p) for p in parts], n, k, arrivals)
+        )
+        # Kernels may read weights before the kernel ahead of them has finished (programmatic launch).
+        torch.cuda.current_stream().synchronize()
+    nbytes = sum(t.numel() * t.element_size() for t in (packed.values, packed.records) if t is not None)
+    bits, group = (first.bits, first.group_size) if isinstance(first, QuantizedWeight) else (8 * first.itemsize, -1)
+    return PackedLinear((n, k), bits, group, nbytes, device, packed)
+
+
+def _pack_full(parts: list[Tensor], n: int, k: int, arrivals: Tensor) -> CudaWeight:
+    if parts[0].dtype not in DTYPES:
+        raise ValueError(f"full weights are fp32, fp16 or bf16, not {parts[0].dtype}")
+    device = arrivals.device
+    values = parts[0].to(device) if len(parts) == 1 else torch.cat([p.to(device) for p in parts])
+    values = _padded(values, n, -(-k // 32) * 32).contiguous()
+    if values.data_ptr() % 16:
+        values = values.clone()
+    dtype = DTYPES[values.dtype]
+    descriptor = _cuda.LinearWeight(
+        values.data_ptr(), 0, _FORMATS[values.dtype], n, k, values.shape[1], 0, dtype, False, False
+    )
+    return CudaWeight(descriptor, values, None, arrivals, False)
+
+
+def _pack_quantized(parts: list[QuantizedWeight], n: int, k: int, arrivals: Tensor) -> CudaWeight:
+    bits, group = parts[0].bits, parts[0].group_size
+    scale_dtype, minimum = parts[0].scale.dtype, parts[0].minimum is not None
+    if group not in {-1, 32, 64, 128} or scale_dtype not in DTYPES or k < 1:
+        raise ValueError(f"quantized linear with group size {group}, {scale_dtype} scales; supported: -1, 32, 64, 128")
+    device, zero = arrivals.device, any(p.zero_point is not None for p in parts)
+
+    def descriptor(values: int, records: int) -> Any:
+        group_size = max(group, 0)
+        return _cuda.LinearWeight(
+            values, records, _FORMATS[bits], n, k, 0, group_size, DTYPES[scale_dtype], zero, minimum
+        )
+
+    sizes = descriptor(0, 0)
+    records = _records(parts, sizes.strips, sizes.groups, device)
+    codes = torch.cat([p.codes.to(device) for p in parts]).contiguous()
+    values = torch.empty(sizes.strips * sizes.steps * 256 * bits, dtype=torch.uint8, device=device)
+    packed = descriptor(values.data_ptr(), records.data_ptr())
+    stream = torch.cuda.current_stream().cuda_stream
+    _cuda.linear_pack(packed, codes.data_ptr(), codes.shape[1], values.data_ptr(), stream)
+    return CudaWeight(packed, values, records, arrivals, group == -1 and not minimum)
+
+
+def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor | None) -> Tensor:
+    (n, k), rows = weight.shape, x.shape[0]
+    if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1 or x.dtype not in {torch.bfloat16, torch.float32}:
+        raise ValueError(f"linear: x {tuple(x.shape)} {x.dtype} strides {x.stride()}, want (M, {k}) bf16 or fp32")
+    if out is None:
+        out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    elif out.shape != (rows, n) or out.stride(1) != 1 or out.dtype not in {torch.bfloat16, torch.float32}:
+        raise ValueError(
+            f"linear: out {tuple(out.shape)} {out.dtype} strides {out.stride()}, want ({rows}, {n}) bf16 or fp32"
+        )
+    if bias is not None and (bias.shape != (n,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
+        raise ValueError(f"linear: bias {tuple(bias.shape)} {bias.dtype}, want contiguous ({n},) fp32")
+    if rows > _cuda.MAX_DECODE_ROWS:
+        _large_linear(x, weight, bias, out)
+    elif rows > 0:
+        data: CudaWeight = weight.data
+        floats = _cuda.linear_workspace(data.descriptor, DTYPES[x.dtype], rows)
+        partials = torch.empty(floats, dtype=torch.float32, device=x.device) if floats else None
+        _cuda.linear(
+            data.descriptor, x.data_ptr(), x.stride(0), DTYPES[x.dtype], out.data_ptr(), out.stride(0),
+            DTYPES[out.dtype], 0 if bias is None else bias.data_ptr(), rows,
+            0 if partials is None else partials.data_ptr(), data.arrivals.data_ptr(), *launch_args(),
+        )  # fmt: skip
+    return out
+
+
+@contextmanager
+def _full_accumulation() -> Iterator[None]:
+    """fp32 products without TF32 and bf16 products summed in fp32 throughout, whatever the caller's settings are."""
+    matmul = torch.backends.cuda.matmul
+    precision, reduced = matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction
+    matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = "ieee", False
+    try:
+        yield
+    finally:
+        matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction = precision, reduced
+
+
+def _large_linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, out: Tensor) -> None:
+    """M > 16: chunks of the weight as a matrix in x's dtype, then torch.matmul."""
+    (n, k), data = weight.shape, cast(CudaWeight, weight.data)
+    chunk = max(16, _UNPACK_BYTES // (k * x.element_size()) // 16 * 16)
+    if data.records is None and data.values.dtype == x.dtype:
+        chunk = n
+    scaled = data.exact_codes and x.dtype == torch.bfloat16
+    with _full_accumulation():
+        for first in range(0, n, chunk):
+            count = min(chunk, n - first)
+            matrix = _unpacked(data, first, count, k, x.dtype, scaled)
+            target = out[:, first : first + count]
+            if scaled:
+                sums = torch.mm(x, matrix.T, out_dtype=torch.float32)
+                _cuda.linear_scale_columns(
+                    data.descriptor, first, count, sums.data_ptr(), x.shape[0], out.data_ptr(), out.stride(0),
+                    DTYPES[out.dtype], 0 if bias is None else bias.data_ptr(), *launch_args(),
+                )  # fmt: skip
+            elif bias is None and out.dtype == x.dtype:
+                torch.mm(x, matrix.T, out=target)
+            else:
+                same = x.dtype == torch.float32
+                sums = torch.mm(x, matrix.T) if same else torch.mm(x, matrix.T, out_dtype=torch.float32)
+                target.copy_(sums if bias is None else sums.add_(bias[first : first + count]))
+
+
+def _unpacked(data: CudaWeight, first: int, count: int, k: int, dtype: torch.dtype, codes_only: bool) -> Tensor:
+    """Rows [first, first + count) as (count, K) in `dtype`; a view where the weight already is one."""
+    if data.records is None:
+        return data.values[first : first + count, :k].to(dtype)
+    matrix = torch.empty(count, k, dtype=dtype, device=data.values.device)
+    _cuda.linear_unpack(data.descriptor, first, count, matrix.data_ptr(), DTYPES[dtype], codes_only, *launch_args())
+    return matrix

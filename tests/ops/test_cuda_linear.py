@@ -1,0 +1,308 @@
+"""CUDA linear against float64 over formats, forms, groups, odd sizes and row counts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.errors import DeviceError
+from nibblelm.ops import cuda
+from nibblelm.ops.types import QuantizedWeight, Weight
+
+USABLE, REASON = cuda.available()
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
+DEVICE = torch.device("cuda")
+ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 64, 333)
+FP32_ERROR = 2e-5
+DIGIT_ERROR = 1e-4  # two digits: half a step of 1/16256 of a slice's largest value, for Gaussian activations
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """(R, C) codes -> int32 (R, ceil(C / (32 / bits))), low code first."""
+    per = 32 // bits
+    padded = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % per)).view(codes.shape[0], -1, per)
+    words = (padded << (torch.arange(per) * bits)).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def quantized(
+    n: int, k: int, bits: int, group: int, form: str, scale_dtype: torch.dtype, seed: int = 0
+) -> tuple[QuantizedWeight, Tensor]:
+    """A random weight and the float64 matrix it stands for."""
+    g = torch.Generator().manual_seed(seed + n * 31 + k)
+    groups = 1 if group == -1 else -(-k // group)
+    codes = torch.randint(0, 1 << bits, (n, k), generator=g)
+    scale = ((torch.rand(n, groups, generator=g) + 0.5) * 0.02).to(scale_dtype)
+    zero = torch.full((n, groups), 1 << (bits - 1))
+    minimum = zero_point = None
+    if form == "zero":
+        zero = torch.randint(0, 1 << bits, (n, groups), generator=g)
+        zero_point = pack_words(zero.T, bits).T.contiguous()
+    if form == "minimum":
+        minimum = (-(torch.rand(n, groups, generator=g)) * 0.2).to(scale_dtype)
+    weight = QuantizedWeight(pack_words(codes, bits), scale, zero_point, bits, group, (n, k), minimum)  # type: ignore[arg-type]
+    width = k if group == -1 else group
+
+    def spread(t: Tensor) -> Tensor:
+        return t.double().repeat_interleave(width, 1)[:, :k]
+
+    offset = spread(minimum) if minimum is not None else -spread(scale) * spread(zero)
+    return weight, spread(scale) * codes.double() + offset
+
+
+def full(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:
+    weight = (torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * 0.05).to(dtype)
+    return weight, weight.double()
+
+
+def activations(m: int, k: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    got = got.double().cpu()
+    assert got.isfinite().all()
+    return float((got - want).norm() / want.norm())
+
+
+def run(weight: Weight, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32) -> Tensor:
+    packed = ops.pack_linear([weight], DEVICE)
+    out = torch.full((x.shape[0], packed.shape[0]), float("nan"), dtype=out_dtype, device=DEVICE)
+    return ops.linear(x, packed, None if bias is None else bias.to(DEVICE), 24, out)
+
+
+def bf16_baseline(x: Tensor, truth: Tensor, want: Tensor) -> float:
+    """What a bf16 matmul with bf16 weights of the same activations is off by."""
+    return error(x.bfloat16().cpu() @ truth.bfloat16().T, want)
+
+
+SCHEMES = [
+    *[(bits, group, "zero", torch.bfloat16) for bits in (4, 8) for group in (-1, 32, 64, 128)],
+    *[(bits, group, "minimum", torch.bfloat16) for bits in (4, 8) for group in (-1, 32, 64, 128)],
+    *[(bits, group, "symmetric", torch.float16) for bits in (4, 8) for group in (-1, 128)],
+    *[(bits, group, "zero", torch.float32) for bits in (4, 8) for group in (-1, 32)],
+    (4, 32, "minimum", torch.float32),
+]  # fmt: skip
+SIZES = [(331, 172), (17, 208), (63, 4099), (208, 896), (1, 64)]
+
+
+class TestQuantized:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize(("bits", "group", "form", "scale_dtype"), SCHEMES)
+    def test_against_float64(self, bits: int, group: int, form: str, scale_dtype: torch.dtype) -> None:
+        for n, k in SIZES:
+            weight, truth = quantized(n, k, bits, group, form, scale_dtype)
+            packed = ops.pack_linear([weight], DEVICE)
+            bias = torch.randn(n)
+            for m in ROWS if (n, k) == (63, 4099) else (1, 5, 16, 17):
+                for dtype in (torch.float32, torch.bfloat16):
+                    x = activations(m, k, dtype)
+                    want = x.double().cpu() @ truth.T + bias.double()
+                    got = ops.linear(x, packed, bias.to(DEVICE), 24, torch.empty(m, n, device=DEVICE))
+                    bound = FP32_ERROR if dtype == torch.float32 else DIGIT_ERROR
+                    if m > 16 and dtype == torch.bfloat16:
+                        bound = 1.1 * bf16_baseline(x, truth, x.double().cpu() @ truth.T) + 1e-5
+                    assert error(got, want) <= bound, (n, k, m, dtype)
+
+    @pytest.mark.parametrize("bits", [4, 8])
+    @pytest.mark.parametrize("group", [-1, 128])
+    @pytest.mark.parametrize(("n", "k"), [(528, 4096), (100, 14336), (64, 2048)])
+    def test_rows_are_bit_equal_for_every_m(self, bits: int, group: int, n: int, k: int) -> None:
+        weight, truth = quantized(n, k, bits, group, "zero", torch.bfloat16)
+        packed = ops.pack_linear([weight], DEVICE)
+        for dtype in (torch.bfloat16, torch.float32):
+            x = activations(16, k, dtype)
+            x[3] *= 100  # scales are per row
+            whole = ops.linear(x, packed)
+            wide = ops.linear(x, packed, None, 24, torch.empty(16, n, device=DEVICE))
+            bound = FP32_ERROR if dtype == torch.float32 else DIGIT_ERROR
+            assert error(wide, x.double().cpu() @ truth.T) <= bound
+            for m in range(1, 16):
+                assert torch.equal(ops.linear(x[:m], packed), whole[:m]), m
+                assert torch.equal(ops.linear(x[m : m + 1], packed), whole[m : m + 1]), m
+
+    def test_more_rows_than_shared_memory_holds(self) -> None:
+        weight, truth = quantized(16, 65536, 8, -1, "zero", torch.float32)
+        packed = ops.pack_linear([weight], DEVICE)
+        x = activations(16, 65536, torch.float32)
+        whole = ops.linear(x, packed)
+        assert error(whole, x.double().cpu() @ truth.T) <= FP32_ERROR
+        assert torch.equal(ops.linear(x[:3], packed), whole[:3])
+
+    def test_two_digits_keep_the_accuracy_of_bf16(self) -> None:
+        """Rounding fp32 activations to bf16 must cost more than the digits of these bf16 activations do."""
+        weight, truth = quantized(256, 4096, 8, -1, "zero", torch.float32)
+        exact = torch.randn(4, 4096, generator=torch.Generator().manual_seed(5))
+        exact[:, 77] *= 1000  # massive activations, as real models have
+        exact[1] = exact[1].pow(3)
+        x = exact.bfloat16()
+        want = x.double() @ truth.T
+        got = run(weight, x.to(DEVICE)).double().cpu()
+        for row in range(4):
+            rounding = error(x[row].double() @ truth.T, exact[row].double() @ truth.T)
+            assert error(got[row], want[row]) <= rounding, row
+
+    def test_stacked_parts(self) -> None:
+        parts = [
+            quantized(n, 172, 4, 32, form, torch.float16, n)
+            for n, form in ((7, "zero"), (33, "symmetric"), (1, "zero"))
+        ]
+        packed = ops.pack_linear([weight for weight, _ in parts], DEVICE)
+        x = activations(3, 172, torch.float32)
+        assert error(ops.linear(x, packed), x.double().cpu() @ torch.cat([t for _, t in parts]).T) <= FP32_ERROR
+
+    def test_infinite_and_nan_activations_show(self) -> None:
+        packed = ops.pack_linear([quantized(16, 256, 4, -1, "zero", torch.float16)[0]], DEVICE)
+        x = activations(3, 256, torch.bfloat16)
+        x[0, 5], x[2, 9] = float("inf"), float("nan")
+        y = ops.linear(x, packed)
+        assert y[0].isnan().all()
+        assert y[1].isfinite().all()
+        assert y[2].isnan().all()
+
+    def test_zero_and_tiny_activations(self) -> None:
+        weight, truth = quantized(16, 256, 8, -1, "zero", torch.float32)
+        x = torch.zeros(3, 256, device=DEVICE)
+        x[1] = activations(1, 256, torch.float32)[0] * 1e-25
+        y = run(weight, x).double().cpu()
+        assert (y[0] == 0).all()
+        assert error(y[1], x[1].double().cpu() @ truth.T) <= FP32_ERROR
+
+
+class TestFull:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
+    def test_against_float64(self, weight_dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+        for n, k in [*SIZES, (48, 14336)]:
+            weight, truth = full(n, k, weight_dtype)
+            packed = ops.pack_linear([weight], DEVICE)
+            for m in ROWS if (n, k) == (63, 4099) else (1, 5, 16, 17):
+                x = activations(m, k, x_dtype)
+                want = x.double().cpu() @ truth.T
+                got = ops.linear(x, packed, None, 24, torch.empty(m, n, device=DEVICE))
+                bound = FP32_ERROR
+                if m > 16 and x_dtype == torch.bfloat16:
+                    bound = 1.1 * bf16_baseline(x, truth, want) + 1e-5
+                assert error(got, want) <= bound, (n, k, m)
+
+    @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("k", [4096, 14336])
+    def test_rows_are_bit_equal_for_every_m(self, weight_dtype: torch.dtype, x_dtype: torch.dtype, k: int) -> None:
+        packed = ops.pack_linear([full(100, k, weight_dtype)[0]], DEVICE)
+        x = activations(16, k, x_dtype)
+        whole = ops.linear(x, packed)
+        for m in range(1, 16):
+            assert torch.equal(ops.linear(x[:m], packed), whole[:m]), m
+            assert torch.equal(ops.linear(x[m : m + 1], packed), whole[m : m + 1]), m
+
+    def test_a_16_bit_table_is_not_copied(self) -> None:
+        table = full(64, 96, torch.bfloat16)[0].to(DEVICE)
+        assert ops.pack_linear([table], DEVICE).data.values.data_ptr() == table.data_ptr()
+
+
+class TestCalls:
+    pytestmark = gpu
+
+    @pytest.mark.parametrize("m", [3, 40])
+    @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
+    def test_strided_rows_and_column_slices(self, m: int, x_dtype: torch.dtype) -> None:
+        weight, truth = quantized(33, 172, 4, -1, "zero", torch.bfloat16)
+        packed = ops.pack_linear([weight], DEVICE)
+        x = activations(m, 400, x_dtype)[:, 5:177]
+        buffer = torch.full((m, 100), 7.0, dtype=x_dtype, device=DEVICE)
+        bias = torch.randn(33, device=DEVICE)
+        ops.linear(x, packed, bias, 24, buffer[:, 40:73])
+        want = x.double().cpu() @ truth.T + bias.double().cpu()
+        rounding = error(want.to(x_dtype), want)
+        assert error(buffer[:, 40:73], want) <= FP32_ERROR + DIGIT_ERROR + 1.2 * rounding
+        assert (buffer[:, :40] == 7).all()
+        assert (buffer[:, 73:] == 7).all()
+
+    def test_contract_errors(self) -> None:
+        packed = ops.pack_linear([full(8, 64, torch.bfloat16)[0]], DEVICE)
+        x = activations(2, 64, torch.bfloat16)
+        for broken in (x[:, :63], x.half(), x.T):
+            with pytest.raises(ValueError, match="linear: x"):
+                ops.linear(broken, packed)
+        with pytest.raises(ValueError, match="out"):
+            ops.linear(x, packed, None, 24, torch.empty(2, 9, device=DEVICE))
+        with pytest.raises(ValueError, match="bias"):
+            ops.linear(x, packed, torch.zeros(8, dtype=torch.bfloat16, device=DEVICE))
+        with pytest.raises(ValueError, match="scheme"):
+            ops.pack_linear([full(8, 64, torch.bfloat16)[0], full(8, 64, torch.float32)[0]], DEVICE)
+
+    @pytest.mark.parametrize("programmatic", [False, True])
+    def test_replay_equals_eager(self, programmatic: bool) -> None:
+        """A chain of linears, each reading what the one before wrote, at M = 1 and where K is split over blocks."""
+        layers = [
+            ops.pack_linear([quantized(2048, 2048, bits, group, "zero", torch.bfloat16, i)[0]], DEVICE)
+            for i, (bits, group) in enumerate([(4, -1), (8, -1), (4, 128), (8, 64)] * 3)
+        ]
+        layers.append(ops.pack_linear([full(2048, 2048, torch.bfloat16)[0]], DEVICE))
+
+        def step(x: Tensor) -> Tensor:
+            for layer in layers:
+                x = ops.linear(x, layer)
+            return x
+
+        for m in (1, 16):
+            x = activations(m, 2048, torch.bfloat16)
+            expected = step(x)
+            fresh = activations(m, 2048, torch.bfloat16, 9)
+            other = step(fresh)
+            with cuda.programmatic_launch(programmatic):
+                with ops.capture(DEVICE) as program:
+                    y = step(x)
+                program.replay()
+                assert torch.equal(y, expected)
+                x.copy_(fresh)
+                for _ in range(50):
+                    y.fill_(float("nan"))
+                    program.replay()
+                    assert torch.equal(y, other)
+
+
+def _sanitize_cases() -> list[Any]:
+    """One small case per instantiation of every kernel of csrc/cuda/linear*.cu."""
+    weights = [(bits, group) for bits in (4, 8) for group in (-1, 32, 128)]
+    weights += [(16, 0), (17, 0), (32, 0)]  # bf16, fp16, fp32
+    return [(w, dtype, m) for w in weights for dtype in (torch.bfloat16, torch.float32) for m in (1, 3, 16, 20)]
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")
+@pytest.mark.parametrize(("kind", "x_dtype", "m"), _sanitize_cases())
+def test_small_case_of_each_kernel(kind: tuple[int, int], x_dtype: torch.dtype, m: int) -> None:
+    bits, group = kind
+    dtypes = {16: torch.bfloat16, 17: torch.float16, 32: torch.float32}
+    weight, truth = (
+        full(35, 331, dtypes[bits]) if bits in dtypes else quantized(35, 331, bits, group, "zero", torch.float16)
+    )
+    x = activations(m, 331, x_dtype)
+    want = x.double().cpu() @ truth.T
+    assert error(run(weight, x), want) <= (
+        1.1 * bf16_baseline(x, truth, want) if x_dtype == torch.bfloat16 else FP32_ERROR
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")
+def test_small_case_of_a_split_over_blocks() -> None:
+    weight, truth = quantized(17, 4096, 4, 128, "zero", torch.float16)
+    x = activations(16, 4096, torch.float32)
+    assert error(run(weight, x), x.double().cpu() @ truth.T) <= FP32_ERROR
+
+
+@pytest.mark.skipif(USABLE, reason="CUDA works here")
+def test_the_reason_is_said_where_cuda_cannot_run() -> None:
+    assert REASON
+    with pytest.raises(DeviceError, match="device 'cuda' cannot be used"):
+        ops.pack_linear([torch.zeros(4, 32)], DEVICE)
