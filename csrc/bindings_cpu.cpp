@@ -1,14 +1,28 @@
+// The only CPU file that sees Python. Tensors arrive as addresses, sizes and strides (in elements), already checked
+// by runtime/ops/cpu.py; the GIL is released while kernels run.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <string>
 
+#include "cpu/isa.h"
+#include "cpu/panels.h"
+#include "cpu/program.h"
 #include "cpu/quantize.h"
+#include "cpu/team.h"
 
 namespace py = pybind11;
 namespace {
 
-void* pointer(uintptr_t address) { return reinterpret_cast<void*>(address); }
+using nibblelm::Kernels;
+using nibblelm::Program;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+template <typename T = void>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
 
 // Torch dtype name without "torch.". Anything else than the three is refused by the caller.
 nibblelm::FloatType float_type(const std::string& name) {
@@ -18,18 +32,176 @@ nibblelm::FloatType float_type(const std::string& name) {
   throw py::value_error("weights must be float32, bfloat16 or float16, got " + name);
 }
 
+nibblelm::DType dtype(const std::string& name) {
+  switch (float_type(name)) {
+    case nibblelm::FloatType::fp32:
+      return nibblelm::DType::fp32;
+    case nibblelm::FloatType::bf16:
+      return nibblelm::DType::bf16;
+    default:
+      return nibblelm::DType::fp16;
+  }
+}
+
 void bind_quantize(py::module_& m) {
   m.def("quantize_rows", [](uintptr_t weights, const std::string& dtype, int64_t rows, int64_t cols, int bits,
                             int64_t group, bool symmetric, bool search, uintptr_t codes, uintptr_t scales,
                             uintptr_t zeros, uintptr_t squared_error, uintptr_t squared_norm, int threads) {
     const nibblelm::QuantizeScheme scheme{bits, group, symmetric, search, float_type(dtype)};
-    const nibblelm::QuantizedRows out{static_cast<uint32_t*>(pointer(codes)), pointer(scales),
-                                      static_cast<uint8_t*>(pointer(zeros)),
-                                      static_cast<double*>(pointer(squared_error)),
-                                      static_cast<double*>(pointer(squared_norm))};
+    const nibblelm::QuantizedRows out{pointer<uint32_t>(codes), pointer(scales), pointer<uint8_t>(zeros),
+                                      pointer<double>(squared_error), pointer<double>(squared_norm)};
     const py::gil_scoped_release unlocked;
     return nibblelm::quantize_rows(pointer(weights), rows, cols, scheme, out, threads);
   });
+}
+
+void bind_team(py::module_& m) {
+  m.def("set_threads", nibblelm::set_threads, Unlocked());
+  m.def("threads", nibblelm::threads, Unlocked());
+  m.def("usable_cores", nibblelm::usable_cores);
+  m.def("isa", nibblelm::isa);
+  m.def("available_isas", nibblelm::available_isas);
+  m.def("set_isa", nibblelm::set_isa);
+  py::class_<Program>(m, "Program")
+      .def(py::init<>())
+      .def("begin", &Program::begin)
+      .def("end", &Program::end)
+      .def("__len__", &Program::size)
+      .def("replay", &Program::replay, Unlocked());
+}
+
+// (codes, scale, zero or 0, minimum or 0, n)
+using QuantizedPart = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, int64_t>;
+
+nibblelm::QuantizedRowMajor row_major(const QuantizedPart& part, int64_t k, int64_t group, int bits,
+                                      const std::string& scale_type) {
+  const auto& [codes, scale, zero, minimum, n] = part;
+  return {pointer<uint32_t>(codes), pointer(scale), pointer<uint32_t>(zero), pointer(minimum), n, k,
+          group == -1 ? k : group,  bits,           dtype(scale_type)};
+}
+
+void bind_panels(py::module_& m) {
+  using nibblelm::FullPanels;
+  using nibblelm::QuantizedPanels;
+  py::class_<QuantizedPanels>(m, "QuantizedPanels").def_property_readonly("nbytes", &QuantizedPanels::bytes);
+  py::class_<FullPanels>(m, "FullPanels").def_property_readonly("nbytes", &FullPanels::bytes);
+
+  m.def("pack_quantized",
+        [](const std::vector<QuantizedPart>& parts, int64_t k, int64_t group, int bits, const std::string& scale_type) {
+          std::vector<nibblelm::QuantizedRowMajor> sources;
+          for (const auto& part : parts) sources.push_back(row_major(part, k, group, bits, scale_type));
+          const py::gil_scoped_release unlocked;
+          return nibblelm::pack_quantized(sources);
+        });
+  m.def("pack_full", [](const std::vector<std::pair<uintptr_t, int64_t>>& parts, int64_t k, const std::string& type) {
+    std::vector<nibblelm::FullRowMajor> sources;
+    for (const auto& [values, n] : parts) sources.push_back({pointer(values), n});
+    const nibblelm::DType as = dtype(type);
+    const py::gil_scoped_release unlocked;
+    return nibblelm::pack_full(sources, k, as);
+  });
+}
+
+void bind_linear(py::module_& m) {
+  m.def(
+      "quantized_linear",
+      [](const nibblelm::QuantizedPanels& weight, uintptr_t x, uintptr_t bias, uintptr_t out, int64_t rows,
+         int64_t x_stride, int64_t out_stride, int digits) {
+        Program::run(&Kernels::quantized_linear, {&weight, pointer<float>(x), pointer<float>(bias), pointer<float>(out),
+                                                  rows, x_stride, out_stride, digits});
+      },
+      Unlocked());
+  m.def(
+      "full_linear",
+      [](const nibblelm::FullPanels& weight, uintptr_t x, uintptr_t bias, uintptr_t out, int64_t rows, int64_t x_stride,
+         int64_t out_stride) {
+        Program::run(&Kernels::full_linear, {&weight, pointer<float>(x), pointer<float>(bias), pointer<float>(out),
+                                             rows, x_stride, out_stride});
+      },
+      Unlocked());
+}
+
+void bind_layer_ops(py::module_& m) {
+  m.def(
+      "rms_norm",
+      [](uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t out, uintptr_t sum, int64_t rows, int64_t heads,
+         int64_t width, int64_t x_stride, int64_t residual_stride, int64_t out_stride, float eps, bool plus_one) {
+        Program::run(&Kernels::rms_norm,
+                     {pointer<float>(x), pointer<float>(residual), pointer<float>(weight), pointer<float>(out),
+                      pointer<float>(sum), rows, heads, width, x_stride, residual_stride, out_stride, eps, plus_one});
+      },
+      Unlocked());
+  m.def(
+      "rope",
+      [](uintptr_t x, uintptr_t positions, uintptr_t cos, uintptr_t sin, int64_t rows, int64_t heads, int64_t width,
+         int64_t x_stride, int64_t half, int64_t capacity, bool interleaved) {
+        Program::run(&Kernels::rope, {pointer<float>(x), pointer<int32_t>(positions), pointer<float>(cos),
+                                      pointer<float>(sin), rows, heads, width, x_stride, half, capacity, interleaved});
+      },
+      Unlocked());
+  m.def(
+      "swiglu",
+      [](uintptr_t gate_up, uintptr_t out, int64_t rows, int64_t width, int64_t stride) {
+        Program::run(&Kernels::swiglu, {pointer<float>(gate_up), pointer<float>(out), rows, width, stride});
+      },
+      Unlocked());
+}
+
+void bind_attention(py::module_& m) {
+  using nibblelm::KvCache;
+  py::class_<KvCache>(m, "KvCache")
+      .def(py::init([](uintptr_t k, uintptr_t v, int64_t slots, int64_t heads, int64_t capacity, int64_t width,
+                       bool bf16) { return KvCache{pointer(k), pointer(v), slots, heads, capacity, width, bf16}; }));
+  m.def(
+      "kv_append",
+      [](uintptr_t k, uintptr_t v, const KvCache& cache, uintptr_t slots, uintptr_t positions, int64_t rows,
+         int64_t k_stride, int64_t v_stride) {
+        Program::run(&Kernels::kv_append, {pointer<float>(k), pointer<float>(v), cache, pointer<int32_t>(slots),
+                                           pointer<int32_t>(positions), rows, k_stride, v_stride});
+      },
+      Unlocked());
+  m.def(
+      "attention",
+      [](uintptr_t q, const KvCache& cache, uintptr_t slots, uintptr_t positions, uintptr_t out, int64_t rows,
+         int64_t heads, int64_t q_stride, int64_t window, float scale) {
+        Program::run(&Kernels::attention,
+                     {pointer<float>(q), cache, pointer<int32_t>(slots), pointer<int32_t>(positions),
+                      pointer<float>(out), rows, heads, q_stride, window, scale});
+      },
+      Unlocked());
+}
+
+void bind_row_ops(py::module_& m) {
+  m.def("embedding_full", [](uintptr_t ids, uintptr_t out, int64_t count, uintptr_t table, int64_t rows, int64_t width,
+                             const std::string& type) {
+    const nibblelm::DType as = dtype(type);
+    const py::gil_scoped_release unlocked;
+    Program::run(&Kernels::embedding,
+                 {pointer<int32_t>(ids), pointer<float>(out), count, rows, width, pointer(table), as, {}});
+  });
+  m.def("embedding_quantized", [](uintptr_t ids, uintptr_t out, int64_t count, const QuantizedPart& table, int64_t k,
+                                  int64_t group, int bits, const std::string& scale_type) {
+    const auto quantized = row_major(table, k, group, bits, scale_type);
+    const py::gil_scoped_release unlocked;
+    Program::run(&Kernels::embedding, {pointer<int32_t>(ids), pointer<float>(out), count, quantized.n, k, nullptr,
+                                       nibblelm::DType::fp32, quantized});
+  });
+  const auto bind_rows = [&m](const char* name, void (*Kernels::*kernel)(const nibblelm::RowsArgs&)) {
+    m.def(
+        name,
+        [kernel](uintptr_t x, uintptr_t out, int64_t rows, int64_t columns, int64_t stride) {
+          Program::run(kernel, nibblelm::RowsArgs{pointer<float>(x), pointer<float>(out), rows, columns, stride});
+        },
+        Unlocked());
+  };
+  bind_rows("softmax", &Kernels::softmax);
+  bind_rows("log_softmax", &Kernels::log_softmax);
+  m.def(
+      "argmax",
+      [](uintptr_t x, uintptr_t out, int64_t rows, int64_t columns, int64_t stride) {
+        Program::run(&Kernels::argmax, {pointer<float>(x), pointer<int32_t>(out), rows, columns, stride});
+      },
+      Unlocked());
 }
 
 }  // namespace
@@ -37,4 +209,10 @@ void bind_quantize(py::module_& m) {
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of NibbleLM";
   bind_quantize(m);
+  bind_team(m);
+  bind_panels(m);
+  bind_linear(m);
+  bind_layer_ops(m);
+  bind_attention(m);
+  bind_row_ops(m);
 }

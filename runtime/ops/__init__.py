@@ -136,12 +136,8 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
     (2i, 2i + 1) when interleaved. Returns x.
 
     Two-dimensional (ChatGLM-6B): positions (2, M) rotate the first half of each head by stream 0 and the second
-    half by stream 1, with tables of R <= D / 2. On the CPU this form goes through two calls.
+    half by stream 1, with tables of R <= D / 2.
     """
-    if positions.ndim == 2 and x.device.type == "cpu":
-        for half, stream in zip(x.chunk(2, -1), positions, strict=True):
-            half.copy_(backend(x.device).rope(half.contiguous(), stream, cos, sin, interleaved))
-        return x
     return backend(x.device).rope(x, positions, cos, sin, interleaved)
 
 
@@ -159,24 +155,16 @@ def rope_append(
     plus_one: bool = False,
     interleaved: bool = False,
 ) -> Tensor:
-    """From the fused projection to attention's inputs: QK-norm, `rope` of q and k, `kv_append`, in one kernel.
+    """From the fused projection to attention's inputs: QK-norm, `rope` of q and k, `kv_append`: in one kernel on
+    CUDA, kernel by kernel on the CPU.
 
     qkv (M, H + 2 Hkv, D) in the order q, k, v, in place; positions (M,) or (2, M), in which case stream 0 is
     the position in the cache; q_norm, k_norm (D,) fp32 or None; everything else as in the ops it fuses.
     Returns the rotated q, (M, H, D), a view of qkv. The k and v rows of qkv are undefined afterwards.
     """
-    kv_heads = k_cache.shape[1]
-    if qkv.device.type == "cuda":
-        return backend(qkv.device).rope_append(
-            qkv, positions, slots, cos, sin, k_cache, v_cache, q_norm, k_norm, eps, plus_one, interleaved
-        )
-    q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
-    for part, weight in ((q, q_norm), (k, k_norm)):
-        if weight is not None:
-            part.copy_(rms_norm(part, weight, eps, None, plus_one)[0])
-        rope(part, positions, cos, sin, interleaved)
-    kv_append(k, v, k_cache, v_cache, slots, positions if positions.ndim == 1 else positions[0])
-    return q
+    return backend(qkv.device).rope_append(
+        qkv, positions, slots, cos, sin, k_cache, v_cache, q_norm, k_norm, eps, plus_one, interleaved
+    )
 
 
 def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""CPU side of the op contract: float32 PyTorch for now, replaced op by op by the kernels of `nibblelm._cpu`."""
+"""CPU side of the op contract: checks what was passed, allocates the result, calls the kernels of `nibblelm._cpu`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,108 +7,310 @@ from threading import local
 import torch
 from torch import Tensor
 
-from nibblelm.ops import reference
+from nibblelm import _cpu
 from nibblelm.ops.types import PackedLinear, QuantizedWeight, Weight
 
-_state = local()
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_thread = local()
+
+
+# ---------------------------------------------------------------------------------------------- programs
 
 
 class Program:
-    """A recorded sequence of op calls on fixed tensors."""
+    """A recorded sequence of kernel calls, and the tensors that they touch."""
 
     def __init__(self) -> None:
-        self._steps: list[Callable[[], None]] = []
+        self._steps = _cpu.Program()
+        self._tensors: list[object] = []
+
+    def __len__(self) -> int:
+        return len(self._steps)
 
     def replay(self) -> None:
-        for step in self._steps:
-            step()
+        self._steps.replay()
 
 
 @contextmanager
 def capture(device: torch.device) -> Iterator[Program]:
     program = Program()
-    _state.program = program
+    program._steps.begin()  # raises if this thread is recording already
+    _thread.program = program
     try:
         yield program
     finally:
-        _state.program = None
+        program._steps.end()
+        _thread.program = None
 
 
-def _run(out: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    def step() -> None:
-        out.copy_(compute())
-
-    step()
-    program = getattr(_state, "program", None)
+def _keep(*objects: object) -> None:
+    """Hold what the call just made has recorded by address."""
+    program: Program | None = getattr(_thread, "program", None)
     if program is not None:
-        program._steps.append(step)
-    return out
+        program._tensors.extend(objects)
+
+
+def set_threads(count: int) -> None:
+    """Use `count` threads, the caller's included; 0 means all cores that this process may use."""
+    if count < 0:
+        raise ValueError(f"the number of threads must not be negative, got {count}")
+    _cpu.set_threads(count)
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def _describe(x: Tensor) -> str:
+    return f"{tuple(x.shape)} {x.dtype} on {x.device} with strides {x.stride()}"
+
+
+def _rows(name: str, x: Tensor, dims: int, shape: Sequence[int | None] = ()) -> int:
+    """The stride of the first dimension of an fp32 tensor whose other dimensions are contiguous."""
+    wanted = tuple(shape) or (None,) * dims
+    good = x.ndim == dims and x.dtype == torch.float32 and x.device.type == "cpu"
+    good = good and all(size in (None, got) for size, got in zip(wanted, x.shape, strict=True))
+    step = 1
+    for i in range(dims - 1, 0, -1) if good else ():
+        good = good and (x.stride(i) == step or x.shape[i] == 1)
+        step *= x.shape[i]
+    if not good:
+        sizes = ", ".join("*" if size is None else str(size) for size in wanted)
+        raise ValueError(f"{name} must be fp32 ({sizes}) on the CPU, contiguous in each row, got {_describe(x)}")
+    return x.stride(0) if x.shape[0] > 1 else step
+
+
+def _flat(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
+    """The address of a contiguous tensor of exactly this shape and dtype."""
+    if tuple(x.shape) != tuple(shape) or x.dtype != dtype or x.device.type != "cpu" or not x.is_contiguous():
+        raise ValueError(f"{name} must be contiguous {tuple(shape)} {dtype} on the CPU, got {_describe(x)}")
+    return x.data_ptr()
+
+
+def _indices(name: str, x: Tensor, count: int) -> int:
+    return _flat(name, x, (count,), torch.int32)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---------------------------------------------------------------------------------------------- linear
+
+
+def _quantized_part(weight: QuantizedWeight) -> tuple[int, int, int, int, int]:
+    """Addresses of a quantized weight's tensors and its number of rows, after checking their shapes."""
+    (n, k), per_word, groups = weight.shape, 32 // weight.bits, weight.groups
+    if weight.bits not in (4, 8) or n < 1 or k < 1 or (weight.group_size != -1 and weight.group_size % 8):
+        raise ValueError(
+            f"a quantized weight must have 4 or 8 bits and groups of a multiple of 8 or -1 (one per row), got "
+            f"{weight.bits} bits, groups of {weight.group_size}, shape {weight.shape}"
+        )
+    if weight.scale.dtype not in _FLOATS or (weight.minimum is not None and weight.zero_point is not None):
+        raise ValueError(f"scales must be fp32, bf16 or fp16, with a zero-point or a minimum, got {weight.scale.dtype}")
+    codes = _flat("codes", weight.codes, (n, -(-k // per_word)), torch.int32)
+    scale = _flat("scale", weight.scale, (n, groups), weight.scale.dtype)
+    zero = minimum = 0
+    if weight.zero_point is not None:
+        zero = _flat("zero_point", weight.zero_point, (-(-n // per_word), groups), torch.int32)
+    if weight.minimum is not None:
+        minimum = _flat("minimum", weight.minimum, (n, groups), weight.scale.dtype)
+    return codes, scale, zero, minimum, n
+
+
+def _scheme(weight: Weight) -> tuple[object, ...]:
+    if isinstance(weight, Tensor):
+        return (weight.dtype, weight.shape[-1])
+    form = (weight.zero_point is None, weight.minimum is None)
+    return (weight.bits, weight.group_size, weight.scale.dtype, weight.shape[1], form)
 
 
 def pack_linear(parts: Sequence[Weight], device: torch.device) -> PackedLinear:
-    dense = torch.cat([reference.dequantize(part) for part in parts])
-    first = parts[0]
-    quantized = isinstance(first, QuantizedWeight)
-    bits = first.bits if isinstance(first, QuantizedWeight) else first.element_size() * 8
-    group = first.group_size if isinstance(first, QuantizedWeight) else -1
-    nbytes = sum(p.nbytes if isinstance(p, QuantizedWeight) else p.numel() * p.element_size() for p in parts)
-    del quantized
-    return PackedLinear((dense.shape[0], dense.shape[1]), bits, group, nbytes, device, dense)
+    if not parts or any(_scheme(part) != _scheme(parts[0]) for part in parts):
+        raise ValueError(f"parts must be of one scheme and K, got {[_scheme(part) for part in parts]}")
+    first, n = parts[0], sum(part.shape[0] for part in parts)
+    if isinstance(first, QuantizedWeight):
+        sources = [_quantized_part(part) for part in parts if isinstance(part, QuantizedWeight)]
+        k, scale_type = first.shape[1], _dtype_name(first.scale.dtype)
+        data = _cpu.pack_quantized(sources, k, first.group_size, first.bits, scale_type)
+        return PackedLinear((n, k), first.bits, first.group_size, data.nbytes, device, data)
+    if first.ndim != 2 or first.dtype not in _FLOATS or not first.numel():
+        raise ValueError(f"a full weight must be (N, K) fp32, bf16 or fp16, got {_describe(first)}")
+    k = first.shape[1]
+    dense = [(_flat("weight", part, (part.shape[0], k), first.dtype), part.shape[0]) for part in parts]  # type: ignore[arg-type]
+    data = _cpu.pack_full(dense, k, _dtype_name(first.dtype))
+    return PackedLinear((n, k), 8 * first.element_size(), -1, data.nbytes, device, data)
 
 
 def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor | None) -> Tensor:
+    (n, k), m = weight.shape, x.shape[0]
+    x_stride = _rows("x", x, 2, (None, k))
     if out is None:
-        out = torch.empty(x.shape[0], weight.shape[0])
-    return _run(out, lambda: torch.nn.functional.linear(x, weight.data, bias))
+        out = torch.empty(m, n)
+    out_stride = _rows("out", out, 2, (m, n))
+    bias_at = 0 if bias is None else _flat("bias", bias, (n,), torch.float32)
+    if activation_bits not in (8, 16, 24):
+        raise ValueError(f"activation_bits must be 8, 16 or 24, got {activation_bits}")
+    addresses = (weight.data, x.data_ptr(), bias_at, out.data_ptr(), m, x_stride, out_stride)
+    if weight.bits in (4, 8):
+        _cpu.quantized_linear(*addresses, activation_bits // 8)
+    else:
+        _cpu.full_linear(*addresses)
+    _keep(weight, x, bias, out)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- layer ops
+
+
+def _rms_norm_into(
+    out: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, plus_one: bool
+) -> Tensor:
+    """`out` (which may be x) = the norm; returns x + residual, or x."""
+    shape = tuple(x.shape)
+    x_stride, out_stride = _rows("x", x, x.ndim), _rows("out", out, x.ndim, shape)
+    width, heads = shape[-1], shape[1] if x.ndim == 3 else 1
+    total, residual_at, residual_stride, sum_at = x, 0, 0, 0
+    if residual is not None:
+        residual_stride = _rows("residual", residual, x.ndim, shape)
+        total = torch.empty(shape)
+        residual_at, sum_at = residual.data_ptr(), total.data_ptr()
+    weight_at = _flat("weight", weight, (width,), torch.float32)
+    sizes = (shape[0], heads, width, x_stride, residual_stride, out_stride)
+    _cpu.rms_norm(x.data_ptr(), residual_at, weight_at, out.data_ptr(), sum_at, *sizes, eps, plus_one)
+    _keep(x, residual, weight, out, total)
+    return total
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, plus_one: bool) -> tuple[Tensor, Tensor]:
-    h = x if residual is None else _run(torch.empty(x.shape), lambda: x + residual)
-    y = _run(torch.empty(x.shape), lambda: reference.rms_norm(h, weight, eps, None, plus_one)[0])
-    return y, h
+    if x.ndim not in (2, 3):
+        raise ValueError(f"x must be (M, H) or (M, heads, D), got {_describe(x)}")
+    out = torch.empty(x.shape)
+    return out, _rms_norm_into(out, x, weight, eps, residual, plus_one)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    return _run(x, lambda: reference.rope(x, positions, cos, sin, interleaved))
+    stride = _rows("x", x, 3)
+    (m, heads, width), (capacity, half) = x.shape, cos.shape
+    streams = positions.shape[0] if positions.ndim == 2 else 1
+    if 2 * half * streams > width or streams > 2:
+        raise ValueError(f"tables of {2 * half} and positions {tuple(positions.shape)} do not fit heads of {width}")
+    tables = (_flat("cos", cos, cos.shape, torch.float32), _flat("sin", sin, cos.shape, torch.float32))
+    for i, stream in enumerate(positions if positions.ndim == 2 else (positions,)):
+        address = x.data_ptr() + i * (width // 2) * 4
+        sizes = (m, heads, width, stride, half, capacity)
+        _cpu.rope(address, _indices("positions", stream, m), *tables, *sizes, interleaved)
+    _keep(x, positions, cos, sin)
+    return x
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    stride, (m, both) = _rows("gate_up", gate_up, 2), gate_up.shape
+    if both % 2:
+        raise ValueError(f"gate_up must have an even number of columns, got {_describe(gate_up)}")
+    out = torch.empty(m, both // 2)
+    _cpu.swiglu(gate_up.data_ptr(), out.data_ptr(), m, both // 2, stride)
+    _keep(gate_up, out)
+    return out
+
+
+# ---------------------------------------------------------------------------------------------- attention
+
+
+def _cache(k_cache: Tensor, v_cache: Tensor) -> tuple[_cpu.KvCache, int, int]:
+    """The cache, its number of heads and their width."""
+    dtype = k_cache.dtype
+    if k_cache.ndim != 4 or dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"k_cache must be (S, heads, T, D) fp32 or bf16, got {_describe(k_cache)}")
+    slots, heads, capacity, width = k_cache.shape
+    addresses = _flat("k_cache", k_cache, k_cache.shape, dtype), _flat("v_cache", v_cache, k_cache.shape, dtype)
+    return _cpu.KvCache(*addresses, slots, heads, capacity, width, dtype == torch.bfloat16), heads, width
 
 
 def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor) -> None:
-    def write(new: Tensor, cache: Tensor) -> Tensor:
-        cache[slots.long(), :, positions.long()] = new.to(cache.dtype)
-        return cache
+    cache, heads, width = _cache(k_cache, v_cache)
+    m = k.shape[0]
+    strides = _rows("k", k, 3, (m, heads, width)), _rows("v", v, 3, (m, heads, width))
+    where = _indices("slots", slots, m), _indices("positions", positions, m)
+    _cpu.kv_append(k.data_ptr(), v.data_ptr(), cache, *where, m, *strides)
+    _keep(k, v, k_cache, v_cache, slots, positions)
 
-    _run(k_cache, lambda: write(k, k_cache))
-    _run(v_cache, lambda: write(v, v_cache))
+
+def rope_append(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    plus_one: bool,
+    interleaved: bool,
+) -> Tensor:
+    kv_heads = k_cache.shape[1]
+    q, k, v = qkv.split((qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads), 1)
+    for part, weight in ((q, q_norm), (k, k_norm)):
+        if weight is not None:
+            _rms_norm_into(part, part, weight, eps, None, plus_one)
+        rope(part, positions, cos, sin, interleaved)
+    kv_append(k, v, k_cache, v_cache, slots, positions if positions.ndim == 1 else positions[0])
+    return q
 
 
 def attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, scale: float, window: int
 ) -> Tensor:
-    out = torch.empty(q.shape[0], q.shape[1] * q.shape[2])
-    return _run(out, lambda: reference.attention(q, k_cache, v_cache, slots, positions, scale, window))
+    cache, kv_heads, width = _cache(k_cache, v_cache)
+    stride, (m, heads, _) = _rows("q", q, 3, (None, None, width)), q.shape
+    if heads % kv_heads or window < 0:
+        raise ValueError(f"{heads} query heads on {kv_heads} kv heads with window {window} is not possible")
+    out = torch.empty(m, heads * width)
+    where = _indices("slots", slots, m), _indices("positions", positions, m)
+    _cpu.attention(q.data_ptr(), cache, *where, out.data_ptr(), m, heads, stride, window, scale)
+    _keep(q, k_cache, v_cache, slots, positions, out)
+    return out
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    return _run(out, lambda: reference.swiglu(gate_up))
+# ---------------------------------------------------------------------------------------------- tables and rows
 
 
 def embedding(ids: Tensor, table: Weight, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(ids.shape[0], table.shape[1])
-    return _run(out, lambda: reference.embedding(ids, table))
+    if dtype != torch.float32:
+        raise ValueError(f"activations on the CPU are fp32, got {dtype}")
+    m, (rows, width) = ids.numel(), table.shape
+    out = torch.empty(m, width)
+    where = _indices("ids", ids, m), out.data_ptr(), m
+    if isinstance(table, QuantizedWeight):
+        scale_type = _dtype_name(table.scale.dtype)
+        _cpu.embedding_quantized(*where, _quantized_part(table), width, table.group_size, table.bits, scale_type)
+    else:
+        if table.dtype not in _FLOATS:
+            raise ValueError(f"table must be fp32, bf16 or fp16, got {_describe(table)}")
+        _cpu.embedding_full(
+            *where, _flat("table", table, (rows, width), table.dtype), rows, width, _dtype_name(table.dtype)
+        )
+    _keep(ids, table, out)
+    return out
+
+
+def _map_rows(kernel: Callable[[int, int, int, int, int], None], x: Tensor, out: Tensor) -> Tensor:
+    stride = _rows("x", x, 2)
+    if x.shape[1] < 1:
+        raise ValueError(f"x must have at least one column, got {_describe(x)}")
+    kernel(x.data_ptr(), out.data_ptr(), *x.shape, stride)
+    _keep(x, out)
+    return out
 
 
 def softmax(x: Tensor) -> Tensor:
-    return _run(torch.empty(x.shape), lambda: reference.softmax(x))
+    return _map_rows(_cpu.softmax, x, torch.empty(x.shape))
 
 
 def log_softmax(x: Tensor) -> Tensor:
-    return _run(torch.empty(x.shape), lambda: reference.log_softmax(x))
+    return _map_rows(_cpu.log_softmax, x, torch.empty(x.shape))
 
 
 def argmax(x: Tensor) -> Tensor:
-    return _run(torch.empty(x.shape[0], dtype=torch.int32), lambda: reference.argmax(x))
-
-
-def set_threads(count: int) -> None:
-    torch.set_num_threads(count)
+    return _map_rows(_cpu.argmax, x, torch.empty(x.shape[0], dtype=torch.int32))

@@ -1,0 +1,443 @@
+// Causal attention of new tokens against the cache by online softmax, for prefill and decode alike.
+//
+// Positions are taken in blocks of 64 counted from position 0 and in splits of 512: within a split a running
+// (maximum, sum, output) triple is updated block by block, and the splits' triples are merged in order. So a query
+// row's arithmetic depends on nothing but its own position: not on the rows beside it, nor on the threads.
+//
+// Each block's keys are transposed into scratch memory (lanes are positions, no horizontal sums) and met by all
+// query rows and heads that share them. Values are read as they lie (lanes are the head's width).
+#include <stdexcept>
+
+#include "cpu/kernels.h"
+#include "cpu/team.h"
+#include "cpu/vec.h"
+
+namespace nibblelm::NIBBLE_ISA {
+namespace {
+
+constexpr int64_t kBlock{64};      // positions
+constexpr int64_t kSplit{512};     // positions
+constexpr int64_t kQueries{16};    // tokens per work item
+constexpr int64_t kMostHeads{64};  // query heads taken together; if more share a kv head, in turns
+constexpr float kInfinity{__builtin_inff()};
+
+// One query head of one token, with the running triple of the current split and of all splits before it.
+struct Row {
+  const float* q;
+  float* out;          // (padded width): weighted sum of values, not yet divided by `sum`
+  float* merged;       // the same over finished splits
+  int64_t first, end;  // positions it may see
+  float top, sum, merged_top, merged_sum;
+  bool any;  // finished splits exist
+};
+
+struct Scratch {
+  float* keys;    // (width, 64): transposed
+  float* values;  // (64, padded width)
+  float* scores;  // (kBlockRows, 64)
+};
+
+NIBBLE_INLINE int64_t pad(int64_t width) { return (width + kLanes - 1) / kLanes * kLanes; }
+
+NIBBLE_INLINE F32 load_cached(const float* p) { return load(p); }
+NIBBLE_INLINE F32 load_cached(const uint16_t* p) { return load_bf16(p); }
+NIBBLE_INLINE float cached(float x) { return x; }
+NIBBLE_INLINE float cached(uint16_t x) {
+  const uint32_t word = static_cast<uint32_t>(x) << 16;
+  float f;
+  std::memcpy(&f, &word, 4);
+  return f;
+}
+
+// ------------------------------------------------------------------------------------------- staging
+
+#if defined(__AVX512F__)
+// 16 x 16 in registers: pairs, quadruples, then 128-bit lanes twice.
+NIBBLE_INLINE void transpose16(F32 (&r)[kLanes]) {
+  __m512 a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps(r[i].v, r[i + 1].v);
+    a[i + 1] = _mm512_unpackhi_ps(r[i].v, r[i + 1].v);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      const __m512d low = _mm512_castps_pd(a[i + j]), high = _mm512_castps_pd(a[i + j + 2]);
+      b[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      b[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    const __m512 even0 = _mm512_shuffle_f32x4(b[i], b[4 + i], 0x88);
+    const __m512 odd0 = _mm512_shuffle_f32x4(b[i], b[4 + i], 0xdd);
+    const __m512 even1 = _mm512_shuffle_f32x4(b[8 + i], b[12 + i], 0x88);
+    const __m512 odd1 = _mm512_shuffle_f32x4(b[8 + i], b[12 + i], 0xdd);
+    r[i].v = _mm512_shuffle_f32x4(even0, even1, 0x88);
+    r[i + 8].v = _mm512_shuffle_f32x4(even0, even1, 0xdd);
+    r[i + 4].v = _mm512_shuffle_f32x4(odd0, odd1, 0x88);
+    r[i + 12].v = _mm512_shuffle_f32x4(odd0, odd1, 0xdd);
+  }
+}
+#else
+NIBBLE_INLINE void transpose16(F32 (&r)[kLanes]) {
+  float in[kLanes][kLanes], out[kLanes][kLanes];
+  for (int i = 0; i < kLanes; ++i) store(in[i], r[i]);
+  for (int i = 0; i < kLanes; ++i) {
+    for (int j = 0; j < kLanes; ++j) out[j][i] = in[i][j];
+  }
+  for (int i = 0; i < kLanes; ++i) r[i] = load(out[i]);
+}
+#endif
+
+// keys[d][p] = k[p][d] for p < count; other positions are left as they are, and masked later.
+template <typename T>
+void stage_keys(const T* k, int64_t count, int64_t width, float* keys) {
+  int64_t p = 0;
+  for (; p + kLanes <= count; p += kLanes) {
+    int64_t d = 0;
+    for (; d + kLanes <= width; d += kLanes) {
+      F32 tile[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) tile[i] = load_cached(k + (p + i) * width + d);
+      transpose16(tile);
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i) store(keys + (d + i) * kBlock + p, tile[i]);
+    }
+    for (; d < width; ++d) {
+      for (int i = 0; i < kLanes; ++i) keys[d * kBlock + p + i] = cached(k[(p + i) * width + d]);
+    }
+  }
+  for (; p < count; ++p) {
+    for (int64_t d = 0; d < width; ++d) keys[d * kBlock + p] = cached(k[p * width + d]);
+  }
+}
+
+// Values as fp32 rows of whole vectors: where they lie if they are that already.
+template <typename T>
+const float* stage_values(const T* v, int64_t count, int64_t width, float* values) {
+  const int64_t padded = pad(width);
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (width == padded) return v;
+  }
+  for (int64_t p = 0; p < count; ++p) {
+    int64_t d = 0;
+    for (; d + kLanes <= width; d += kLanes) store(values + p * padded + d, load_cached(v + p * width + d));
+    for (; d < padded; ++d) values[p * padded + d] = d < width ? cached(v[p * width + d]) : 0.0f;
+  }
+  return values;
+}
+
+// ------------------------------------------------------------------------------------------- kernels
+
+// scores[r][p] = q_r . k_p over ascending width, one chain per pair.
+template <int kRows>
+NIBBLE_INLINE void score_rows(Row* const* rows, const float* keys, int64_t width, float* scores) {
+  constexpr int kVectors = kBlock / kLanes, kAtOnce = kBlockVectors < kVectors ? kBlockVectors : kVectors;
+#pragma GCC unroll 1
+  for (int first = 0; first < kVectors; first += kAtOnce) {
+    F32 acc[kRows][kAtOnce];
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kAtOnce; ++c) acc[r][c] = set1(0.0f);
+    }
+    for (int64_t d = 0; d < width; ++d) {
+      F32 k[kAtOnce];
+#pragma GCC unroll 4
+      for (int c = 0; c < kAtOnce; ++c) k[c] = load(keys + d * kBlock + (first + c) * kLanes);
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+        const F32 q = set1(rows[r]->q[d]);
+#pragma GCC unroll 4
+        for (int c = 0; c < kAtOnce; ++c) acc[r][c] = fma(q, k[c], acc[r][c]);
+      }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kAtOnce; ++c) store(scores + r * kBlock + (first + c) * kLanes, acc[r][c]);
+    }
+  }
+}
+
+// scores -> weights e^(score - maximum) of positions [from, to) of the block; updates maximum and sum and rescales
+// what was summed before. There is at least one position, and every position outside gets weight 0.
+NIBBLE_INLINE void weigh(Row& row, float* scores, int64_t from, int64_t to, float scale, int64_t padded) {
+  constexpr int kVectors = kBlock / kLanes;
+  F32 s[kVectors];
+  F32 top = set1(row.top);
+  for (int c = 0; c < kVectors; ++c) {
+    float lanes[kLanes];
+    s[c] = load(scores + c * kLanes) * set1(scale);
+    if (from > c * kLanes || to < (c + 1) * kLanes) {
+      store(lanes, s[c]);
+      for (int i = 0; i < kLanes; ++i) {
+        if (c * kLanes + i < from || c * kLanes + i >= to) lanes[i] = -kInfinity;
+      }
+      s[c] = load(lanes);
+    }
+    top = max(s[c], top);
+  }
+  const float highest = max_lanes(top);
+  if (highest != row.top) {
+    // From -infinity (the first block) the factor is 0 and there is nothing to rescale: out is still zero.
+    const F32 factor = exp_nonpositive(set1(row.top - highest));
+    float lanes[kLanes];
+    store(lanes, factor);
+    row.sum *= lanes[0];
+    for (int64_t d = 0; d < padded; d += kLanes) store(row.out + d, load(row.out + d) * factor);
+    row.top = highest;
+  }
+  F32 sum = set1(0.0f);
+  for (int c = 0; c < kVectors; ++c) {
+    const F32 weight = exp_nonpositive(s[c] - set1(highest));
+    store(scores + c * kLanes, weight);
+    sum = sum + weight;
+  }
+  row.sum += sum_lanes(sum);
+}
+
+// out_r += sum over p in [from, to) of scores[r][p] * v_p, ascending.
+template <int kRows>
+NIBBLE_INLINE void add_values(Row* const* rows, const float* scores, const float* values, int64_t from, int64_t to,
+                              int64_t padded) {
+  int64_t first = 0;
+  const auto columns = [&]<int kVectors>() {
+    F32 acc[kRows][kVectors];
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kVectors; ++c) acc[r][c] = load(rows[r]->out + first + c * kLanes);
+    }
+    for (int64_t p = from; p < to; ++p) {
+      F32 v[kVectors];
+#pragma GCC unroll 4
+      for (int c = 0; c < kVectors; ++c) v[c] = load(values + p * padded + first + c * kLanes);
+#pragma GCC unroll 6
+      for (int r = 0; r < kRows; ++r) {
+        const F32 weight = set1(scores[r * kBlock + p]);
+#pragma GCC unroll 4
+        for (int c = 0; c < kVectors; ++c) acc[r][c] = fma(weight, v[c], acc[r][c]);
+      }
+    }
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+      for (int c = 0; c < kVectors; ++c) store(rows[r]->out + first + c * kLanes, acc[r][c]);
+    }
+    first += kVectors * kLanes;
+  };
+  while (first + kBlockVectors * kLanes <= padded) columns.template operator()<kBlockVectors>();
+  while (first < padded) columns.template operator()<1>();
+}
+
+// kRows rows that all see something of the block that starts at position `start`.
+template <int kRows>
+void attend_block(Row* const* rows, const Scratch& scratch, const float* values, int64_t start, int64_t width,
+                  float scale) {
+  const int64_t padded = pad(width);
+  score_rows<kRows>(rows, scratch.keys, width, scratch.scores);
+  int64_t from[kRows], to[kRows], common_from = 0, common_to = kBlock;
+  for (int r = 0; r < kRows; ++r) {
+    from[r] = max(rows[r]->first - start, int64_t{0});
+    to[r] = min(rows[r]->end - start, kBlock);
+    common_from = max(common_from, from[r]);
+    common_to = min(common_to, to[r]);
+    weigh(*rows[r], scratch.scores + r * kBlock, from[r], to[r], scale, padded);
+  }
+  // Positions that not all rows see are added row by row: what lies beyond may be anything, NaN included.
+  common_to = max(common_from, common_to);
+  for (int r = 0; r < kRows; ++r) {
+    add_values<1>(rows + r, scratch.scores + r * kBlock, values, from[r], min(to[r], common_from), padded);
+  }
+  add_values<kRows>(rows, scratch.scores, values, common_from, common_to, padded);
+  for (int r = 0; r < kRows; ++r) {
+    add_values<1>(rows + r, scratch.scores + r * kBlock, values, max(from[r], common_to), to[r], padded);
+  }
+}
+
+template <int kRows>
+void attend_rows(Row* const* rows, int64_t count, const Scratch& scratch, const float* values, int64_t start,
+                 int64_t width, float scale) {
+  for (; count >= kRows; count -= kRows, rows += kRows) {
+    attend_block<kRows>(rows, scratch, values, start, width, scale);
+  }
+  if constexpr (kRows > 1) {
+    if (count > 0) attend_rows<kRows - 1>(rows, count, scratch, values, start, width, scale);
+  }
+}
+
+// (top, sum, out) of the earlier splits with those of the next one.
+NIBBLE_INLINE void merge_split(Row& row, int64_t padded) {
+  if (row.sum == 0.0f) return;  // nothing seen in this split
+  if (!row.any) {
+    row.merged_top = row.top;
+    row.merged_sum = row.sum;
+    for (int64_t d = 0; d < padded; d += kLanes) store(row.merged + d, load(row.out + d));
+    row.any = true;
+    return;
+  }
+  const float top = row.merged_top > row.top ? row.merged_top : row.top;
+  float lanes[kLanes];
+  const F32 before = exp_nonpositive(set1(row.merged_top - top)), now = exp_nonpositive(set1(row.top - top));
+  store(lanes, before);
+  row.merged_sum *= lanes[0];
+  store(lanes, now);
+  row.merged_sum = __builtin_fmaf(row.sum, lanes[0], row.merged_sum);
+  row.merged_top = top;
+  for (int64_t d = 0; d < padded; d += kLanes) {
+    store(row.merged + d, fma(load(row.out + d), now, load(row.merged + d) * before));
+  }
+}
+
+NIBBLE_INLINE void finish(const Row& row, int64_t width, float* out) {
+  const F32 inverse = set1(1.0f / row.merged_sum);
+  for (int64_t d = 0; d < width; d += kLanes) {
+    const int n = static_cast<int>(min(kLanes, width - d));
+    store_first(out + d, load(row.merged + d) * inverse, n);
+  }
+}
+
+// ------------------------------------------------------------------------------------------- launcher
+
+// The rows of tokens [token, token + count), which share a slot, over splits [from, to). Results stay in `rows`.
+template <typename T>
+void attend(const AttentionArgs& a, int64_t token, int64_t kv_head, int64_t from, int64_t to, Row* rows, int64_t count,
+            const Scratch& scratch) {
+  const KvCache& c = a.cache;
+  const int64_t padded = pad(c.width), head = (a.slots[token] * c.heads + kv_head) * c.capacity * c.width;
+  const T *keys = static_cast<const T*>(c.k) + head, *values = static_cast<const T*>(c.v) + head;
+  int64_t first = c.capacity, end = 0;
+  for (int64_t r = 0; r < count; ++r) {
+    first = min(first, rows[r].first);
+    end = max(end, rows[r].end);
+  }
+  for (int64_t split = max(from, first / kSplit); split < to && split * kSplit < end; ++split) {
+    for (int64_t r = 0; r < count; ++r) {
+      rows[r].top = -kInfinity;
+      rows[r].sum = 0.0f;
+      std::memset(rows[r].out, 0, sizeof(float) * static_cast<size_t>(padded));
+    }
+    const int64_t split_end = min(end, (split + 1) * kSplit);
+    for (int64_t p = max(split * kSplit, first / kBlock * kBlock); p < split_end; p += kBlock) {
+      Row* seeing[kQueries * kMostHeads];
+      int64_t n = 0;
+      for (int64_t r = 0; r < count; ++r) {
+        if (rows[r].first < p + kBlock && rows[r].end > p) seeing[n++] = rows + r;
+      }
+      if (n == 0) continue;
+      const int64_t present = min(kBlock, end - p);
+      stage_keys(keys + p * c.width, present, c.width, scratch.keys);
+      const float* staged = stage_values(values + p * c.width, present, c.width, scratch.values);
+      attend_rows<kBlockRows>(seeing, n, scratch, staged, p, c.width, a.scale);
+    }
+    for (int64_t r = 0; r < count; ++r) merge_split(rows[r], padded);
+  }
+}
+
+Row make_row(const AttentionArgs& a, int64_t token, int64_t head, float* memory, int64_t padded) {
+  Row row{};
+  row.q = a.q + token * a.q_stride + head * a.cache.width;
+  row.out = memory;
+  row.merged = memory + padded;
+  row.end = a.positions[token] + 1;
+  row.first = a.window > 0 ? max(row.end - a.window, int64_t{0}) : 0;
+  return row;
+}
+
+struct Plan {
+  int64_t shared;        // query heads per kv head
+  int64_t token_blocks;  // of kQueries
+  int64_t splits;        // along positions, in work items of their own; 1: all in one item
+};
+
+Plan plan_for(const AttentionArgs& a, int64_t last_position) {
+  Plan plan{a.heads / a.cache.heads, (a.m + kQueries - 1) / kQueries, 1};
+  const int64_t splits = last_position / kSplit + 1;
+  if (plan.token_blocks * a.cache.heads < 4 * threads() && a.m * splits <= 4096) plan.splits = splits;
+  return plan;
+}
+
+template <typename T>
+void run(const AttentionArgs& a, const Plan& plan) {
+  const int64_t width = a.cache.width, padded = pad(width);
+  const int64_t rows_total = a.m * a.heads * plan.splits;
+  // Triples of every row and split; one item per (token block, kv head, split) fills its own.
+  const bool parts = plan.splits > 1;
+  auto* saved = parts ? static_cast<Row*>(shared_scratch(static_cast<size_t>(rows_total) *
+                                                         (sizeof(Row) + 2 * sizeof(float) * padded)))
+                      : nullptr;
+  auto* saved_memory = reinterpret_cast<float*>(saved + (parts ? rows_total : 0));
+  parallel_for(plan.token_blocks * a.cache.heads * plan.splits, 1, [&](int64_t begin, int64_t end) {
+    const int64_t most_rows = kQueries * (plan.shared < kMostHeads ? plan.shared : kMostHeads);
+    auto* memory = static_cast<float*>(
+        local_scratch(sizeof(float) * static_cast<size_t>(kBlock * width + kBlock * padded + kBlockRows * kBlock +
+                                                          most_rows * 2 * padded)));
+    const Scratch scratch{memory, memory + kBlock * width, memory + kBlock * (width + padded)};
+    float* row_memory = scratch.scores + kBlockRows * kBlock;
+    Row local[kQueries * kMostHeads];
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t split = item % plan.splits, kv_head = item / plan.splits % a.cache.heads;
+      const int64_t block = plan.token_blocks - 1 - item / plan.splits / a.cache.heads;  // the longest first
+      const int64_t block_end = min(a.m, (block + 1) * kQueries);
+      for (int64_t token = block * kQueries; token < block_end;) {
+        int64_t same = token + 1;
+        while (same < block_end && a.slots[same] == a.slots[token]) ++same;
+        for (int64_t first_head = 0; first_head < plan.shared; first_head += kMostHeads) {
+          const int64_t heads = min(kMostHeads, plan.shared - first_head), count = (same - token) * heads;
+          for (int64_t r = 0; r < count; ++r) {
+            local[r] = make_row(a, token + r / heads, kv_head * plan.shared + first_head + r % heads,
+                                row_memory + r * 2 * padded, padded);
+          }
+          attend<T>(a, token, kv_head, parts ? split : 0, parts ? split + 1 : INT64_MAX, local, count, scratch);
+          for (int64_t r = 0; r < count; ++r) {
+            const int64_t head = kv_head * plan.shared + first_head + r % heads;
+            const int64_t row = (token + r / heads) * a.heads + head;
+            if (!parts) {
+              finish(local[r], width, a.out + row * width);
+              continue;
+            }
+            const int64_t at = row * plan.splits + split;
+            saved[at] = local[r];
+            std::memcpy(saved_memory + at * padded, local[r].merged, sizeof(float) * static_cast<size_t>(padded));
+          }
+        }
+        token = same;
+      }
+    }
+  });
+  if (!parts) return;
+  // Fold the splits of each row in order, exactly as one item would have done.
+  float* merged = saved_memory + rows_total * padded;
+  parallel_for(a.m * a.heads, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      Row total{};
+      total.merged = merged + row * padded;
+      for (int64_t split = 0; split < plan.splits; ++split) {
+        const Row& part = saved[row * plan.splits + split];
+        if (!part.any) continue;
+        total.top = part.merged_top;
+        total.sum = part.merged_sum;
+        total.out = saved_memory + (row * plan.splits + split) * padded;
+        merge_split(total, padded);
+      }
+      finish(total, width, a.out + row * width);
+    }
+  });
+}
+
+}  // namespace
+
+void attention(const AttentionArgs& args) {
+  int64_t last = 0;
+  for (int64_t m = 0; m < args.m; ++m) {
+    const int32_t position = args.positions[m], slot = args.slots[m];
+    if (position < 0 || position >= args.cache.capacity || slot < 0 || slot >= args.cache.slots) {
+      throw std::invalid_argument("attention: a slot or position is outside the cache");
+    }
+    last = max(last, int64_t{position});
+  }
+  const Plan plan = plan_for(args, last);
+  args.cache.bf16 ? run<uint16_t>(args, plan) : run<float>(args, plan);
+}
+
+}  // namespace nibblelm::NIBBLE_ISA

@@ -1,0 +1,111 @@
+// What every op takes (pointers, sizes, strides in elements) and the table of one instruction set's kernels.
+// Rows of activations are contiguous in their last dimension. All ops run on the team of team.h.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/panels.h"
+
+namespace nibblelm {
+
+struct QuantizedLinearArgs {
+  const QuantizedPanels* weight;
+  const float* x;     // (m, k), row stride x_stride
+  const float* bias;  // (n) or null
+  float* out;         // (m, n), row stride out_stride
+  int64_t m, x_stride, out_stride;
+  int activation_digits;  // 1, 2 or 3 signed bytes per activation
+};
+
+struct FullLinearArgs {
+  const FullPanels* weight;
+  const float* x;
+  const float* bias;
+  float* out;
+  int64_t m, x_stride, out_stride;
+};
+
+struct RmsNormArgs {
+  const float* x;         // (m, heads, width), stride of m: x_stride
+  const float* residual;  // the same, residual_stride, or null
+  const float* weight;    // (width)
+  float* out;             // (m, heads, width), out_stride; may be x
+  float* sum;             // (m, heads, width) contiguous: x + residual; null without residual
+  int64_t m, heads, width, x_stride, residual_stride, out_stride;
+  float eps;
+  bool plus_one;
+};
+
+struct RopeArgs {
+  float* x;  // (m, heads, width), stride of m: x_stride; in place
+  const int32_t* positions;
+  const float *cos, *sin;  // (capacity, half)
+  int64_t m, heads, width, x_stride, half, capacity;
+  bool interleaved;
+};
+
+struct KvCache {
+  void *k, *v;  // (slots, heads, capacity, width), contiguous
+  int64_t slots, heads, capacity, width;
+  bool bf16;  // else fp32
+};
+
+struct KvAppendArgs {
+  const float *k, *v;  // (m, heads, width), strides of m
+  KvCache cache;
+  const int32_t *slots, *positions;
+  int64_t m, k_stride, v_stride;
+};
+
+struct AttentionArgs {
+  const float* q;  // (m, heads, width), stride of m: q_stride
+  KvCache cache;
+  const int32_t *slots, *positions;
+  float* out;  // (m, heads * width), contiguous
+  int64_t m, heads, q_stride, window;
+  float scale;
+};
+
+struct SwigluArgs {
+  const float* gate_up;  // (m, 2 width), stride
+  float* out;            // (m, width), contiguous
+  int64_t m, width, stride;
+};
+
+struct EmbeddingArgs {
+  const int32_t* ids;
+  float* out;  // (m, width), contiguous
+  int64_t m, rows, width;
+  const void* table;  // full: (rows, width) contiguous; quantized: null
+  DType dtype;        // of the full table
+  QuantizedRowMajor quantized;
+};
+
+struct RowsArgs {  // softmax, log_softmax
+  const float* x;  // (m, n), stride
+  float* out;      // (m, n), contiguous
+  int64_t m, n, stride;
+};
+
+struct ArgmaxArgs {
+  const float* x;  // (m, n), stride
+  int32_t* out;    // (m)
+  int64_t m, n, stride;
+};
+
+// Ops that read ids, slots or positions throw std::invalid_argument when one is out of range.
+struct Kernels {
+  void (*quantized_linear)(const QuantizedLinearArgs&);
+  void (*full_linear)(const FullLinearArgs&);
+  void (*rms_norm)(const RmsNormArgs&);
+  void (*rope)(const RopeArgs&);
+  void (*kv_append)(const KvAppendArgs&);
+  void (*attention)(const AttentionArgs&);
+  void (*swiglu)(const SwigluArgs&);
+  void (*embedding)(const EmbeddingArgs&);
+  void (*softmax)(const RowsArgs&);
+  void (*log_softmax)(const RowsArgs&);
+  void (*argmax)(const ArgmaxArgs&);
+};
+
+}  // namespace nibblelm

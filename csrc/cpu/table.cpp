@@ -1,0 +1,21 @@
+// The kernel table of the instruction set that this file is compiled for.
+#include "cpu/isa.h"
+
+namespace nibblelm::NIBBLE_ISA {
+
+void quantized_linear(const QuantizedLinearArgs&);
+void full_linear(const FullLinearArgs&);
+void rms_norm(const RmsNormArgs&);
+void rope(const RopeArgs&);
+void kv_append(const KvAppendArgs&);
+void attention(const AttentionArgs&);
+void swiglu(const SwigluArgs&);
+void embedding(const EmbeddingArgs&);
+void softmax(const RowsArgs&);
+void log_softmax(const RowsArgs&);
+void argmax(const ArgmaxArgs&);
+
+extern const Kernels kernels{quantized_linear, full_linear, rms_norm, rope,        kv_append, attention,
+                             swiglu,           embedding,   softmax,  log_softmax, argmax};
+
+}  // namespace nibblelm::NIBBLE_ISA
