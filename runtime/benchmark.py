@@ -1,9 +1,9 @@
 """End-to-end speed: prefill and greedy decode of a loaded model, and the bandwidth it reaches.
 
 Rules: every step consumes the tokens the last one wrote, end tokens are ignored, logits are checked finite, the
-prompts of a batch differ, depth is filled by real prefill. decode_tok_s = batch * (generated - 1) / (first decode launch to last
-token on the host), sampling included; prefill counts from ids on the host to the first token, head on the last position
-only. Two seconds of warm-up, then `repeats` measurements of at least `seconds` each.
+prompts of a batch differ, depth is filled by real prefill. Decode speed is batch * (generated - 1) / (first decode
+launch to last token on the host), sampling included; prefill counts from ids on the host to the first token, head on
+the last position only. Two seconds of warm-up, then `repeats` measurements of at least `seconds` each.
 """
 
 import hashlib
