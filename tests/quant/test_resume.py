@@ -1,0 +1,151 @@
+"""Interrupted conversions: nothing that looks finished is left, and resuming gives the same bytes."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nibblelm import convert
+from nibblelm.checkpoint import writer
+from nibblelm.errors import ConvertError
+
+WORK = ".out.partial"
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(source, out, after: int, **options):
+    """Convert until `after` blocks are done, then fail as Ctrl-C does."""
+    calls = 0
+
+    def progress(*_):
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        convert(source, out, progress=progress, **options)
+
+
+def test_killed_anywhere_and_resumed(save, tmp_path):
+    small = save("llama", num_hidden_layers=1, name="small")
+    large = save("llama", hidden_size=768, intermediate_size=2048, num_hidden_layers=2, name="large")
+    script = Path(__file__).with_name("killed_conversions.py")
+    command = [sys.executable, str(script), str(small), str(large), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    counts = json.loads(result.stdout)
+    assert counts["events"] > 30  # 12 units, and every file of the folder more than once
+    assert counts["overwriting"] >= counts["events"]
+
+
+def test_resume_goes_on_from_the_last_finished_tensor(save, tmp_path):
+    source = save("qwen3")
+    convert(source, tmp_path / "whole", max_shard_size=60_000)
+    interrupt(source, tmp_path / "out", after=9, max_shard_size=60_000)
+    assert not (tmp_path / "out").exists()
+    assert (tmp_path / WORK).is_dir()
+    seen = []
+    report = convert(
+        source,
+        tmp_path / "out",
+        max_shard_size=60_000,
+        resume=True,
+        progress=lambda done, total, name: seen.append(done),
+    )
+    assert report.reused_tensors == 9
+    assert seen[-1] == report.source_bytes
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert not (tmp_path / WORK).exists()
+
+
+def test_damaged_work_is_done_again(save, tmp_path):
+    source = save("llama")
+    convert(source, tmp_path / "whole")
+    interrupt(source, tmp_path / "out", after=9)
+    with (tmp_path / WORK / "model.safetensors").open("r+b") as file:
+        file.seek(-331 * 64 * 2, os.SEEK_END)  # inside the embedding table, the first unit, which comes last as 16-bit
+        file.write(b"power cut")
+    with (tmp_path / WORK / "journal.jsonl").open("ab") as file:
+        file.write(b'{"unit": "model.layers.1')
+    assert convert(source, tmp_path / "out", resume=True).reused_tensors == 8
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_resume_with_other_options_or_source_is_refused(save, tmp_path):
+    source = save("llama")
+    interrupt(source, tmp_path / "out", after=9)
+    for options in (dict(bits=8), dict(symmetric=True), dict(keep=["down=8"]), dict(max_shard_size=50_000)):
+        with pytest.raises(ConvertError, match=r"other (options|layout)"):
+            convert(source, tmp_path / "out", resume=True, **options)
+    path = source / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ConvertError, match="other source"):
+        convert(source, tmp_path / "out", resume=True)
+    convert(source, tmp_path / "out", overwrite=True)
+    convert(source, tmp_path / "fresh")
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_unfinished_work_is_not_thrown_away_silently(save, tmp_path):
+    source = save("llama")
+    interrupt(source, tmp_path / "out", after=9)
+    with pytest.raises(ConvertError, match="--resume, or start again with --overwrite"):
+        convert(source, tmp_path / "out")
+    assert convert(source, tmp_path / "out", resume=True).reused_tensors == 9
+
+
+def test_without_a_finished_tensor_nothing_is_left(save, tmp_path):
+    source = save("llama")
+    interrupt(source, tmp_path / "out", after=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_resume_without_work_starts_from_the_beginning(save, tmp_path):
+    assert convert(save("llama"), tmp_path / "out", resume=True).reused_tensors == 0
+
+
+def test_two_conversions_to_one_folder(save, tmp_path):
+    source = save("llama")
+
+    def second(done, total, name):
+        for options in (dict(resume=True), dict(overwrite=True)):
+            with pytest.raises(ConvertError, match="another conversion is writing"):
+                convert(source, tmp_path / "out", **options)
+
+    convert(source, tmp_path / "out", progress=second)
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def test_disk_full_keeps_what_is_finished(save, tmp_path, monkeypatch):
+    source = save("llama")
+    convert(source, tmp_path / "whole")
+    pwrite, left = os.pwrite, 120_000
+
+    def nearly_full(descriptor, data, position):
+        nonlocal left
+        if len(data) > left:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left -= len(data)
+        return pwrite(descriptor, data, position)
+
+    monkeypatch.setattr(writer.os, "pwrite", nearly_full)
+    with pytest.raises(ConvertError, match=r"no space left while writing .*free some space and run .* --resume"):
+        convert(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    assert convert(source, tmp_path / "out", resume=True).reused_tensors > 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
