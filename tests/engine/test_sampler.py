@@ -205,16 +205,25 @@ def test_draws_follow_the_processed_distribution() -> None:
 
 
 def test_draw_is_the_inverse_of_the_distribution_in_id_order() -> None:
-    logits = torch.tensor([0.0, 2.0, -torch.inf, 1.0, 2.0])
-    for top_k in (0, 3):
+    logits = torch.tensor([0.0, 2.0, -torch.inf, 1.0, 2.5])
+    for top_k, top_p in [(0, 1.0), (3, 1.0), (0, 0.9)]:
         weights = np.exp(logits.double().numpy())
-        if top_k:
+        if top_k or top_p < 1:
             weights[0] = 0
         edges = weights.cumsum() / weights.sum()
         for seed in range(200):
-            params = SamplingParams(temperature=1.0, top_p=1.0, seed=seed, top_k=top_k)
+            params = SamplingParams(temperature=1.0, top_p=top_p, seed=seed, top_k=top_k)
             expected = int(np.flatnonzero(edges > uniform(seed, 0))[0])
             assert Sampler(params, 5).sample(logits).token_id == expected
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_forbidden_tokens_are_not_drawn_at_the_edges(top_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.tensor([-torch.inf, 1.0, -torch.inf, 1.0, -torch.inf])
+    params = SamplingParams(temperature=1.0, top_p=1.0, top_k=top_k)
+    for u, expected in [(0.0, 1), (0.5, 3), (1 - 2.0**-32, 3)]:
+        monkeypatch.setattr("nibblelm.sampler.uniform", lambda *_, value=u: value)
+        assert Sampler(params, 5).sample(logits).token_id == expected
 
 
 def sequence(params: SamplingParams, vocab: int, steps: int, offset: int = 0) -> list[int]:

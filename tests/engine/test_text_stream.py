@@ -1,0 +1,139 @@
+"""Text token by token against decoding everything at once."""
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nibblelm.errors import RequestError
+from nibblelm.tokenizer import TextStream, Tokenizer, load_tokenizer
+
+
+def first_stop_cut(text: str, stops: list[str]) -> str:
+    """`text` before the stop string that is complete first, found one character at a time."""
+    for end in range(len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)]
+    return text
+
+
+def check_stream(tokenizer: Tokenizer, ids: list[int], stops: list[str], skip: bool) -> None:
+    stream = TextStream(tokenizer, stops, skip)
+    whole = tokenizer.decode(ids, skip)
+    cut = first_stop_cut(whole, stops)
+    pieces = [*map(stream.push, ids), stream.flush()]
+    assert "".join(pieces) == stream.text == cut
+    assert stream.stopped == (cut != whole or any(first_stop_cut(whole, [s]) != whole for s in stops))
+
+
+@pytest.mark.parametrize("name", ["stories260K", "tinystories656K", "qwen2", "gpt2", "spm"])
+def test_stream_equals_decode(
+    name: str, pair_of: Callable[[str], tuple[Tokenizer, Any]], spm_folder: Path, texts: list[str]
+) -> None:
+    tokenizer = load_tokenizer(spm_folder) if name == "spm" else pair_of(name)[0]
+    assert tokenizer is not None
+    rng = random.Random(11)
+    doubled = [t * 2 for t in texts if t]
+    for round_ in range(600):
+        if round_ % 2:
+            ids = tokenizer.encode(rng.choice(doubled))
+            ids = [i if rng.random() < 0.9 else rng.randrange(tokenizer.vocab_size) for i in ids]
+        else:  # many bytes, valid and not, among the first ids of each vocabulary
+            ids = [rng.randrange(rng.choice([260, tokenizer.vocab_size])) for _ in range(rng.randrange(30))]
+        skip = rng.random() < 0.5
+        whole = tokenizer.decode(ids, skip) or "x"
+        starts = [rng.randrange(len(whole)) for _ in range(rng.randrange(4))]
+        stops = [whole[a : a + rng.randrange(1, 6)] for a in starts]
+        stops += ["".join(rng.choice(whole) for _ in range(2))] * (rng.random() < 0.3)
+        check_stream(tokenizer, ids, stops, skip)
+
+
+def test_stream_of_unknown_decoders(pair_of: Callable[[str], tuple[Tokenizer, Any]]) -> None:
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders
+    from tokenizers.models import WordLevel
+
+    from nibblelm.tokenizer import _JsonBackend
+
+    words = ["the", "▁the", "##ing", "cat", "▁", ".", "é"]
+    rng = random.Random(5)
+    for decoder in (None, decoders.WordPiece(), decoders.Metaspace()):
+        backend = Backend(WordLevel({w: i for i, w in enumerate(words)}, unk_token="the"))
+        if decoder is not None:
+            backend.decoder = decoder
+        section = None if decoder is None else json.loads(decoder.__getstate__())
+        tokenizer = Tokenizer(_JsonBackend(backend, {}), section, None)
+        for _ in range(100):
+            ids = [rng.randrange(len(words)) for _ in range(rng.randrange(20))]
+            check_stream(tokenizer, ids, ["cat the"], True)
+
+
+def test_unfinished_character_is_held_and_invalid_bytes_come_out(
+    pair_of: Callable[[str], tuple[Tokenizer, Any]],
+) -> None:
+    gpt2, story = pair_of("gpt2")[0], pair_of("stories260K")[0]
+    emoji = gpt2.encode("😀")
+    assert len(emoji) > 1
+    stream = TextStream(gpt2)
+    assert [stream.push(i) for i in emoji] == [""] * (len(emoji) - 1) + ["😀"]
+    stream = TextStream(gpt2)
+    assert stream.push(emoji[0]) == ""
+    assert stream.push(gpt2.encode("a")[0]) == "\ufffda"
+    stream = TextStream(gpt2)
+    stream.push(emoji[0])
+    assert (stream.flush(), stream.text) == ("\ufffd", "\ufffd")
+    stream = TextStream(story)
+    ids = story.encode("é😀x", add_special_tokens=False)
+    assert "".join(map(stream.push, ids)) == "é😀x"
+
+
+def test_stop_strings_are_never_shown_in_part(pair_of: Callable[[str], tuple[Tokenizer, Any]]) -> None:
+    tokenizer = pair_of("gpt2")[0]
+    stream = TextStream(tokenizer, ["###", "end"])
+    shown = [stream.push(tokenizer.encode(c)[0]) for c in "a##b#en"]
+    assert shown == ["a", "", "", "##b", "", "#", ""]
+    assert stream.flush() == "en"
+    stream = TextStream(tokenizer, ["###"])
+    assert "".join(stream.push(tokenizer.encode(c)[0]) for c in "a#### b") == "a"
+    assert stream.stopped
+    assert stream.flush() == ""
+    with pytest.raises(RequestError, match="empty"):
+        TextStream(tokenizer, [""])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "stories260K"])
+def test_ten_thousand_tokens_are_fast(name: str, pair_of: Callable[[str], tuple[Tokenizer, Any]]) -> None:
+    tokenizer = pair_of(name)[0]
+    rng = random.Random(0)
+    ids = [rng.randrange(tokenizer.vocab_size) for _ in range(10_000)]
+    started = time.perf_counter()
+    stream = TextStream(tokenizer, ["no such text", "\n \n \n"])
+    for token_id in ids:
+        stream.push(token_id)
+    stream.flush()
+    assert time.perf_counter() - started < 1.0  # 0.05 s measured; decoding everything again takes minutes
+    assert stream.text == tokenizer.decode(ids)
+
+
+def test_token_bytes_join_to_the_text(pair_of: Callable[[str], tuple[Tokenizer, Any]]) -> None:
+    text = "Once upon a time, naïve 😀 cats\nran."
+    for name in ("gpt2", "qwen2", "stories260K"):
+        tokenizer = pair_of(name)[0]
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode().strip() == text
+        assert tokenizer.token_bytes(10**6) == b""
+    assert pair_of("qwen2")[0].token_text(151645) == "<|im_end|>"
+    assert pair_of("gpt2")[0].token_text(pair_of("gpt2")[0].encode("😀")[0]) == "\ufffd"
+
+
+def test_byte_alphabet_is_transformers() -> None:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    from nibblelm.detokenizer import byte_of_char
+
+    assert byte_of_char() == {char: byte for byte, char in bytes_to_unicode().items()}
