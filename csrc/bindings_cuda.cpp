@@ -9,6 +9,8 @@
 namespace py = pybind11;
 using namespace nibblelm::cuda;
 
+void bind_ops(py::module_& m);  // bindings_cuda_ops.cpp
+
 namespace {
 
 template <typename T = void>
@@ -21,6 +23,8 @@ T* pointer(std::uintptr_t address) {
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "CUDA kernels of NibbleLM: raw pointers, sizes and a stream";
   m.attr("DTYPES") = py::make_tuple("float32", "float16", "bfloat16");
+
+  bind_ops(m);
 
   // ---- linear ----
   py::class_<LinearWeight>(m, "LinearWeight")

@@ -41,7 +41,7 @@ if(CUDA_WANTED)
   set(CMAKE_CUDA_ARCHITECTURES ${NIBBLELM_CUDA_ARCHS})
   enable_language(CUDA)
   file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS cuda/*.cu)
-  pybind11_add_module(_cuda NO_EXTRAS bindings_cuda.cpp ${CUDA_SOURCES})
+  pybind11_add_module(_cuda NO_EXTRAS bindings_cuda.cpp bindings_cuda_ops.cpp ${CUDA_SOURCES})
   target_include_directories(_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
   set_target_properties(_cuda PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static)
   target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O3 -Wall -Wextra>

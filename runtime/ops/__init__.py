@@ -19,9 +19,9 @@ from torch import Tensor
 
 from nibblelm.errors import DeviceError
 from nibblelm.ops import reference
-from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, Weight
+from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, SamplingState, Weight
 
-__all__ = ["ActivationBits", "PackedLinear", "Program", "QuantizedWeight", "Weight"]
+__all__ = ["ActivationBits", "PackedLinear", "Program", "QuantizedWeight", "SamplingState", "Weight"]
 
 
 def backend(device: torch.device) -> ModuleType:
@@ -274,3 +274,13 @@ def log_softmax(x: Tensor) -> Tensor:
 def argmax(x: Tensor) -> Tensor:
     """Index of the largest of each row of (M, N) -> (M,) int32; ties go to the lowest index."""
     return backend(x.device).argmax(x)
+
+
+def sample(logits: Tensor, state: SamplingState) -> Tensor:
+    """The next token of each row: logits (M, V) fp32 -> ids (M,) int32, -1 where no logit is finite.
+
+    Penalties, temperature, top-k, top-p, min-p and the draw are those of `nibblelm.sampler`, to rounding; the
+    random numbers are a function of seed and step alone. Updates `state.steps` and `state.counts`, so a captured
+    call goes on by itself. CPU: through the reference.
+    """
+    return _kernels(logits.device, "sample").sample(logits, state)

@@ -2,85 +2,64 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from nibblelm.errors import DeviceError
+from nibblelm.ops.cuda_device import DTYPES, Program, available, capture, launch_args, programmatic_launch, require
+from nibblelm.ops.cuda_device import kernels as _cuda
+from nibblelm.ops.cuda_ops import (
+    alibi_mask,
+    argmax,
+    attention,
+    attention_mask,
+    embedding,
+    geglu,
+    gelu,
+    kv_append,
+    layer_norm,
+    log_softmax,
+    rms_norm,
+    rope,
+    rope_append,
+    sample,
+    silu,
+    softmax,
+    swiglu,
+)
 from nibblelm.ops.types import PackedLinear, QuantizedWeight, Weight
 
-try:
-    from nibblelm import _cuda  # pyright: ignore[reportAttributeAccessIssue]
+__all__ = [
+    "Program",
+    "alibi_mask",
+    "argmax",
+    "attention",
+    "attention_mask",
+    "available",
+    "capture",
+    "embedding",
+    "geglu",
+    "gelu",
+    "kv_append",
+    "layer_norm",
+    "linear",
+    "log_softmax",
+    "pack_linear",
+    "programmatic_launch",
+    "require",
+    "rms_norm",
+    "rope",
+    "rope_append",
+    "sample",
+    "silu",
+    "softmax",
+    "swiglu",
+]
 
-    _LOAD_ERROR = ""
-except ImportError as error:
-    _cuda = cast(Any, None)
-    _LOAD_ERROR = str(error)
-
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _FORMATS = {4: 0, 8: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 _UNPACK_BYTES = 64 << 20  # workspace of the large-M path: it and the sums of 2,048 rows stay in or near L2
-_programmatic: ContextVar[bool] = ContextVar("programmatic_launch", default=False)
-
-
-def available() -> tuple[bool, str]:
-    """Whether CUDA kernels can run here, and if not, why (for `nibblelm doctor` and error messages)."""
-    if torch.version.cuda is None:
-        return False, f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch"
-    if not torch.cuda.is_available():
-        return False, "torch sees no CUDA device; check nvidia-smi and the driver"
-    if _cuda is None:
-        if "No module named" in _LOAD_ERROR or "cannot import name" in _LOAD_ERROR:
-            return False, "the extension nibblelm._cuda is not built; reinstall where nvcc is on the PATH"
-        return False, f"the extension nibblelm._cuda does not load: {_LOAD_ERROR}"
-    return True, f"{torch.cuda.get_device_name()}, torch CUDA {torch.version.cuda}"
-
-
-def require() -> None:
-    """Raise `DeviceError` with the real reason where CUDA kernels cannot run."""
-    usable, reason = available()
-    if not usable:
-        raise DeviceError(f"device 'cuda' cannot be used: {reason}. Use device 'cpu', or fix that first")
-
-
-def launch_args() -> tuple[int, bool]:
-    """(stream, programmatic): the last two arguments of every launcher."""
-    return torch.cuda.current_stream().cuda_stream, _programmatic.get()
-
-
-@contextmanager
-def programmatic_launch(enabled: bool) -> Iterator[None]:
-    """Let the block's kernels start before the kernel ahead of them has finished (sm_90 and later)."""
-    token = _programmatic.set(enabled)
-    try:
-        yield
-    finally:
-        _programmatic.reset(token)
-
-
-class Program:
-    """A captured CUDA graph; the tensors that were made while it was recorded live as long as it does."""
-
-    def __init__(self) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-
-    def replay(self) -> None:
-        self.graph.replay()
-
-
-@contextmanager
-def capture(device: torch.device) -> Iterator[Program]:
-    """Record the block as a CUDA graph on a side stream. Run the same calls once before: first use loads kernels."""
-    require()
-    program = Program()
-    with (
-        torch.cuda.device(device),
-        torch.cuda.graph(program.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
-    ):
-        yield program
 
 
 # ---- linear ------------------------------------------------------------------------------------------------------

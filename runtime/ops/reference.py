@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nibblelm.ops.types import QuantizedWeight, Weight
+from nibblelm.ops.types import QuantizedWeight, SamplingState, Weight
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -148,6 +148,60 @@ def argmax(x: Tensor) -> Tensor:
     return torch.where(x == highest, columns, x.shape[-1]).min(-1).values.int()
 
 
+def philox_uniform(seed: int, step: int) -> float:
+    """Word 0 of Philox-4x32-10 (Salmon et al. 2011) at counter `step` under key `seed`, over 2**32."""
+    c, k = [step & 0xFFFFFFFF, step >> 32, 0, 0], [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
+        k = [k[0] + 0x9E3779B9 & 0xFFFFFFFF, k[1] + 0xBB67AE85 & 0xFFFFFFFF]
+    return c[0] / 2**32
+
+
+def penalised(logits: Tensor, state: SamplingState) -> Tensor:
+    """Bias, repetition, frequency and presence penalties on logits (M, V)."""
+    x = logits.float() if state.bias is None else logits.float() + state.bias
+    counts = torch.zeros(x.shape, dtype=torch.int32) if state.counts is None else state.counts
+    seen = counts > 0 if state.prompt is None else (counts > 0) | (state.prompt > 0)
+    repetition = state.repetition.unsqueeze(1)
+    x = torch.where(seen, torch.where(x < 0, x * repetition, x / repetition), x)
+    x = x - state.frequency.unsqueeze(1) * counts
+    return torch.where(counts > 0, x - state.presence.unsqueeze(1), x)
+
+
+def token_weights(x: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """exp((x - max) / temperature) of penalised logits (V,) in float64, 0 for tokens that are filtered out."""
+    weights = torch.exp((x.double() - x.max().double()) / max(temperature, 1e-30))
+    if 0 < top_k < x.numel():
+        weights = torch.where(x >= x.topk(top_k).values[-1], weights, 0.0)
+    if top_p < 1:
+        order = torch.sort(x, descending=True, stable=True).indices
+        before = weights[order].cumsum(0) - weights[order]
+        dropped = before >= top_p * weights.sum()
+        dropped[0] = False
+        weights[order[dropped]] = 0.0
+    return torch.where(weights >= min_p, weights, 0.0)
+
+
+def sample(logits: Tensor, state: SamplingState) -> Tensor:
+    ids = []
+    for row, x in enumerate(penalised(logits, state)):
+        filters = (state.temperature, state.top_k, state.top_p, state.min_p)
+        temperature, top_k, top_p, min_p = (t[row].item() for t in filters)
+        if not bool(torch.isfinite(x.max())):
+            ids.append(-1)
+        elif temperature == 0:
+            ids.append(int(argmax(x.unsqueeze(0))))
+        else:
+            sums = token_weights(x, temperature, int(top_k), top_p, min_p).cumsum(0)
+            u = philox_uniform(int(state.seeds[row]) % 2**64, int(state.steps[row]))
+            ids.append(int(torch.searchsorted(sums, u * sums[-1], right=True)))
+        if state.counts is not None and ids[-1] >= 0:
+            state.counts[row, ids[-1]] += 1
+    state.steps.add_(1)
+    return torch.tensor(ids, dtype=torch.int32)
+
+
 __all__ = [
     "QuantizedWeight",
     "Weight",
@@ -164,6 +218,7 @@ __all__ = [
     "log_softmax",
     "rms_norm",
     "rope",
+    "sample",
     "silu",
     "softmax",
     "swiglu",

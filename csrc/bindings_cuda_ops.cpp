@@ -1,0 +1,153 @@
+// The ops other than linear. Arguments come in the order of the launchers and structs of cuda/*.h, pointers as integers
+// (0 for null), dtypes as indices of `_cuda.DTYPES`; the last two of each are the stream and `programmatic`.
+#include <pybind11/pybind11.h>
+
+#include "cuda/activations.h"
+#include "cuda/argmax.h"
+#include "cuda/attention.h"
+#include "cuda/attention_mask.h"
+#include "cuda/embedding.h"
+#include "cuda/norm.h"
+#include "cuda/rope.h"
+#include "cuda/sampling.h"
+#include "cuda/softmax.h"
+
+namespace py = pybind11;
+using namespace nibblelm::cuda;
+
+namespace {
+
+using Address = std::uintptr_t;
+using Int = std::int64_t;
+
+template <typename T = void>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+DType type_of(int index) { return static_cast<DType>(index); }
+
+void bind_norm(py::module_& m, const char* name, void (*launcher)(const NormArgs&, DType, const Launch&)) {
+  m.def(name, [launcher](Address x, Address residual, Address weight, Address bias, Address y, Address h, Int x_stride,
+                         Int residual_stride, Int rows, int heads, int columns, float eps, bool plus_one, int dtype,
+                         Address stream, bool programmatic) {
+    launcher({at(x), at(residual), at<float>(weight), at<float>(bias), at(y), at(h), x_stride, residual_stride, rows,
+              heads, columns, eps, plus_one},
+             type_of(dtype), {at(stream), programmatic});
+  });
+}
+
+void bind_attention(py::module_& m, const char* name, void (*launcher)(const AttentionArgs&, const Launch&)) {
+  m.def(name, [launcher](Address q, Address k, Address v, Address out, Address workspace, Address slots,
+                         Address positions, Address slopes, Address prefix, Address starts, Address mask, Int q_stride,
+                         Int mask_stride, Int rows, Int capacity, int mask_columns, int slot_count, int heads,
+                         int kv_heads, int head_dim, int window, float scale, float softcap, int dtype, int cache_dtype,
+                         Address stream, bool programmatic) {
+    launcher({at(q),
+              at(k),
+              at(v),
+              at(out),
+              at<float>(workspace),
+              at<std::int32_t>(slots),
+              at<std::int32_t>(positions),
+              at<float>(slopes),
+              at<std::int32_t>(prefix),
+              at<std::int32_t>(starts),
+              at<float>(mask),
+              q_stride,
+              mask_stride,
+              rows,
+              capacity,
+              mask_columns,
+              slot_count,
+              heads,
+              kv_heads,
+              head_dim,
+              window,
+              scale,
+              softcap,
+              type_of(dtype),
+              type_of(cache_dtype)},
+             {at(stream), programmatic});
+  });
+}
+
+void bind_rope(py::module_& m) {
+  py::class_<RopeTable>(m, "RopeTable")
+      .def(py::init([](Address positions, Address cos, Address sin, int half, int streams, bool interleaved) {
+        return RopeTable{at<std::int32_t>(positions), at<float>(cos), at<float>(sin), half, streams, interleaved};
+      }));
+  py::class_<CacheTarget>(m, "CacheTarget")
+      .def(py::init([](Address k, Address v, Address slots, Address positions, int slot_count, int kv_heads,
+                       Int capacity, int head_dim, int dtype) {
+        return CacheTarget{
+            at(k),    at(v),    at<std::int32_t>(slots), at<std::int32_t>(positions), slot_count, kv_heads,
+            capacity, head_dim, type_of(dtype)};
+      }));
+  m.def("rope", [](Address x, Int stride, Int rows, int heads, int head_dim, const RopeTable& table, int dtype,
+                   Address stream, bool programmatic) {
+    rope(at(x), stride, rows, heads, head_dim, table, type_of(dtype), {at(stream), programmatic});
+  });
+  m.def("kv_append", [](Address k, Address v, Int k_stride, Int v_stride, Int rows, const CacheTarget& cache, int dtype,
+                        Address stream, bool programmatic) {
+    kv_append(at(k), at(v), k_stride, v_stride, rows, cache, type_of(dtype), {at(stream), programmatic});
+  });
+  m.def("rope_append",
+        [](Address qkv, Int stride, Int rows, int heads, const RopeTable& table, const CacheTarget& cache,
+           Address q_norm, Address k_norm, float eps, bool plus_one, int dtype, Address stream, bool programmatic) {
+          rope_append(at(qkv), stride, rows, heads, table, cache, at<float>(q_norm), at<float>(k_norm), eps, plus_one,
+                      type_of(dtype), {at(stream), programmatic});
+        });
+}
+
+}  // namespace
+
+void bind_ops(py::module_& m) {
+  m.def("activate", [](Address x, Address y, Int rows, Int columns, Int x_stride, int form, bool gated, int dtype,
+                       Address stream, bool programmatic) {
+    activate(at(x), at(y), rows, columns, x_stride, static_cast<Activation>(form), gated, type_of(dtype),
+             {at(stream), programmatic});
+  });
+  m.def("alibi_mask", [](Address scores, Address slopes, float value, Int batch, Int heads, Int queries, Int keys,
+                         int dtype, Address stream, bool programmatic) {
+    alibi_mask(at(scores), at<float>(slopes), value, batch, heads, queries, keys, type_of(dtype),
+               {at(stream), programmatic});
+  });
+  m.def("argmax",
+        [](Address x, Address y, Int rows, Int columns, Int x_stride, int dtype, Address stream, bool programmatic) {
+          argmax(at(x), at<std::int32_t>(y), rows, columns, x_stride, type_of(dtype), {at(stream), programmatic});
+        });
+  bind_attention(m, "attention_decode", attention_decode);
+  bind_attention(m, "attention_prefill", attention_prefill);
+  m.def("attention_workspace", attention_workspace);
+  m.def("attention_mask", [](Address scores, Address mask, float value, Int batch, Int heads, Int queries, Int keys,
+                             int dtype, Address stream, bool programmatic) {
+    attention_mask(at(scores), at(mask), value, batch, heads, queries, keys, type_of(dtype),
+                   {at(stream), programmatic});
+  });
+  m.def("embedding", [](Address ids, Address codes, Address scale, Address zero, Address minimum, Address y, Int rows,
+                        Int vocab, int columns, int words, int groups, int group_size, int bits, int table, int dtype,
+                        Address stream, bool programmatic) {
+    embedding({at<std::int32_t>(ids), at(codes), at(scale), at<std::int32_t>(zero), at(minimum), at(y), rows, vocab,
+               columns, words, groups, group_size, bits, type_of(table)},
+              type_of(dtype), {at(stream), programmatic});
+  });
+  bind_norm(m, "layer_norm", layer_norm);
+  bind_norm(m, "rms_norm", rms_norm);
+  bind_rope(m);
+  m.def("sample", [](Address logits, Address workspace, Address ids, Address temperature, Address top_k, Address top_p,
+                     Address min_p, Address repetition, Address presence, Address frequency, Address seeds,
+                     Address steps, Address bias, Address prompt, Address counts, Int logits_stride, Int rows,
+                     int vocab, Address stream, bool programmatic) {
+    sample({at<float>(logits), at<float>(workspace), at<std::int32_t>(ids), at<float>(temperature),
+            at<std::int32_t>(top_k), at<float>(top_p), at<float>(min_p), at<float>(repetition), at<float>(presence),
+            at<float>(frequency), at<std::uint64_t>(seeds), at<std::int64_t>(steps), at<float>(bias),
+            at<std::uint8_t>(prompt), at<std::int32_t>(counts), logits_stride, rows, vocab},
+           {at(stream), programmatic});
+  });
+  m.def("softmax", [](Address x, Address y, Int rows, Int columns, bool logarithm, int form, int dtype, Address stream,
+                      bool programmatic) {
+    softmax(at(x), at(y), rows, columns, logarithm, static_cast<SoftmaxForm>(form), type_of(dtype),
+            {at(stream), programmatic});
+  });
+}

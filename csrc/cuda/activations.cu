@@ -1,0 +1,83 @@
+// silu, gelu (tanh and erf) and their gated forms (Hendrycks & Gimpel 2016; Shazeer 2020), in fp32.
+#include <algorithm>
+
+#include "activations.h"
+#include "vector.cuh"
+
+namespace nibblelm::cuda {
+namespace {
+
+constexpr int kThreads{256};
+
+template <Activation kForm>
+__device__ __forceinline__ float activation(float x) {
+  if constexpr (kForm == Activation::silu) {
+    return x / (1.0f + __expf(-x));
+  } else if constexpr (kForm == Activation::gelu_tanh) {
+    constexpr float kRootTwoOverPi{0.7978845608028654f};
+    return 0.5f * x * (1.0f + tanhf(kRootTwoOverPi * (x + 0.044715f * x * x * x)));
+  } else {
+    constexpr float kRootHalf{0.7071067811865476f};
+    return 0.5f * x * (1.0f + erff(x * kRootHalf));
+  }
+}
+
+template <class T, int V, Activation kForm, bool kGated>
+__global__ void activate_kernel(const T* x, T* y, int64_t columns, int64_t x_stride) {
+  dependency_wait();
+  dependency_release();
+  const int64_t row = blockIdx.y, column = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
+  if (column >= columns) return;
+  x += row * x_stride + column;
+  float gate[V];
+  load(x, gate);
+#pragma unroll
+  for (int i = 0; i < V; ++i) gate[i] = activation<kForm>(gate[i]);
+  if constexpr (kGated) {
+    float up[V];
+    load(x + columns, up);
+#pragma unroll
+    for (int i = 0; i < V; ++i) gate[i] *= up[i];
+  }
+  store(y + row * columns + column, gate);
+}
+
+template <class T, int V, Activation kForm>
+auto* kernel(bool gated) {
+  return gated ? activate_kernel<T, V, kForm, true> : activate_kernel<T, V, kForm, false>;
+}
+
+template <class T, int V>
+auto* kernel(Activation form, bool gated) {
+  switch (form) {
+    case Activation::silu:
+      return kernel<T, V, Activation::silu>(gated);
+    case Activation::gelu_tanh:
+      return kernel<T, V, Activation::gelu_tanh>(gated);
+    default:
+      return kernel<T, V, Activation::gelu_erf>(gated);
+  }
+}
+
+}  // namespace
+
+void activate(const void* x, void* y, int64_t rows, int64_t columns, int64_t x_stride, Activation form, bool gated,
+              DType dtype, const Launch& launch) {
+  constexpr int64_t kGridRows{65535};
+  with_activation(dtype, "activation", [&]<class T>() {
+    const int64_t size = sizeof(T);
+    const bool wide = aligned16(x, x_stride * size) && aligned16(y, columns * size);
+    const auto run = wide ? kernel<T, kWide<T>>(form, gated) : kernel<T, 1>(form, gated);
+    for (int64_t first = 0; first < rows; first += kGridRows) {
+      const int count = static_cast<int>(std::min(kGridRows, rows - first));
+      const auto what = [&] {
+        return "activation rows=" + std::to_string(rows) + " columns=" + std::to_string(columns) + " " + name(dtype);
+      };
+      launch_kernel(launch, what, run, dim3(ceil_div(columns, kThreads * (wide ? kWide<T> : 1)), count), dim3(kThreads),
+                    0, static_cast<const T*>(x) + first * x_stride, static_cast<T*>(y) + first * columns, columns,
+                    x_stride);
+    }
+  });
+}
+
+}  // namespace nibblelm::cuda

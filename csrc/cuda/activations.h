@@ -1,0 +1,17 @@
+// silu, gelu and their gated forms (swiglu, geglu): launcher.
+#pragma once
+
+#include <cstdint>
+
+#include "launch.h"
+
+namespace nibblelm::cuda {
+
+enum class Activation : int { silu = 0, gelu_tanh = 1, gelu_erf = 2 };
+
+// gated: x (M, 2 columns) -> y (M, columns), activation(first half) * second half; else elementwise on (M, columns).
+// Rows of x start x_stride elements apart; y is contiguous.
+void activate(const void* x, void* y, int64_t rows, int64_t columns, int64_t x_stride, Activation activation,
+              bool gated, DType dtype, const Launch& launch);
+
+}  // namespace nibblelm::cuda

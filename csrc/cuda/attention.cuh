@@ -1,0 +1,157 @@
+// What the attention kernels share: which positions a row sees, its scores, its splits, and how splits are merged.
+#pragma once
+
+#include <algorithm>
+
+#include "attention.h"
+#include "vector.cuh"
+
+namespace nibblelm::cuda {
+
+constexpr float kLog2e{1.4426950408889634f};  // scores are kept times log2(e), so that 2^x serves
+constexpr int kMinSpan{256};                  // positions of the shortest split: one wave of blocks at 8k on the H200
+constexpr int kMaxSplits{128};
+constexpr int kMaxArrivals{1 << 16};
+
+// Positions [first, end).
+struct Interval {
+  int first;
+  int end;
+};
+
+__device__ __forceinline__ Interval attended(const AttentionArgs& a, int64_t row) {
+  const int slot = a.slots[row], position = a.positions[row];
+  if (slot < 0 || slot >= a.slot_count) return {0, 0};
+  int end = position + 1, first = 0;
+  if (a.prefix != nullptr) end = max(end, a.prefix[row]);
+  end = min(end, static_cast<int>(a.capacity));
+  if (a.mask != nullptr) end = min(end, a.mask_columns);
+  if (a.window > 0) first = max(0, position + 1 - a.window);
+  if (a.starts != nullptr) first = max(first, a.starts[slot]);
+  return {min(first, max(end, 0)), max(end, 0)};
+}
+
+__device__ __forceinline__ const void* cache_row(const void* cache, const AttentionArgs& a, int slot, int kv_head) {
+  const int64_t element = (static_cast<int64_t>(slot) * a.kv_heads + kv_head) * a.capacity * a.head_dim;
+  return static_cast<const char*>(cache) + element * (a.cache == DType::f32 ? 4 : 2);
+}
+
+// The score of q . k = `dot` at position p, times log2(e). Without options only the scale is applied.
+template <bool kOptions>
+__device__ __forceinline__ float score(const AttentionArgs& a, float dot, int64_t row, int position, int head, int p) {
+  if constexpr (!kOptions) return dot * (a.scale * kLog2e);
+  float s = dot * a.scale;
+  if (a.softcap > 0.0f) s = a.softcap * tanhf(s / a.softcap);
+  if (a.slopes != nullptr) s += a.slopes[head] * static_cast<float>(p - position);
+  if (a.mask != nullptr) s += a.mask[row * a.mask_stride + p];
+  return s * kLog2e;
+}
+
+// 2^x to two units in the last place; results below the normal range are 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 2^(x - m), 0 where nothing has been seen (m = -inf).
+__device__ __forceinline__ float weight_of(float x, float m) { return m == -INFINITY ? 0.0f : exp2_fast(x - m); }
+
+// ---- splits: a function of the row's own interval alone, so batching cannot change a result ----
+
+struct Splits {
+  int span;   // positions a split: kMinSpan times a power of two
+  int count;  // at most kMaxSplits
+};
+
+__device__ __forceinline__ Splits splits_of(Interval range) {
+  const int length = range.end - range.first;
+  int span = kMinSpan;
+  while (length > span * kMaxSplits) span *= 2;
+  return {span, (length + span - 1) / span};
+}
+
+inline int max_splits(int64_t capacity) { return std::min(kMaxSplits, ceil_div(capacity, kMinSpan)); }
+
+// Workspace: outputs (rows, heads, splits, head_dim), then (maximum, sum) pairs (rows, heads, splits).
+struct Partials {
+  float* outputs;
+  float2* statistics;
+
+  __device__ Partials(const AttentionArgs& a, int64_t row, int head, int splits)
+      : outputs(a.workspace + (row * a.heads + head) * splits * a.head_dim),
+        statistics(reinterpret_cast<float2*>(a.workspace + a.rows * a.heads * splits * a.head_dim) +
+                   (row * a.heads + head) * splits) {}
+};
+
+// Zero between launches: the last block of a (row, head group) puts back what the others counted.
+static __device__ unsigned attention_arrivals[kMaxArrivals];
+
+// Called by every block of a (row, head group) after it stored its partials; true in the one that arrives last, which
+// then sees all of them.
+__device__ __forceinline__ bool arrives_last(int index, int count) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(attention_arrivals + index, 1u) == static_cast<unsigned>(count) - 1;
+    if (last) attention_arrivals[index] = 0;
+  }
+  __syncthreads();
+  __threadfence();
+  return last;
+}
+
+// Merges the partial triples (maximum, sum, output) of `heads` heads in the order of their splits and writes out.
+// `weights` is shared memory of heads * kMaxSplits floats.
+template <int kThreads>
+__device__ __forceinline__ void merge_splits(const AttentionArgs& a, int64_t row, int first_head, int heads, int count,
+                                             int max_splits, float* weights) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  for (int h = warp; h < heads; h += kThreads / kWarp) {
+    const Partials partials(a, row, first_head + h, max_splits);
+    float m = -INFINITY, sum = 0.0f;
+    for (int s = lane; s < count; s += kWarp) m = fmaxf(m, partials.statistics[s].x);
+    m = warp_max(m);
+    for (int s = lane; s < count; s += kWarp) sum += weight_of(partials.statistics[s].x, m) * partials.statistics[s].y;
+    sum = warp_sum(sum);
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    for (int s = lane; s < count; s += kWarp)
+      weights[h * kMaxSplits + s] = weight_of(partials.statistics[s].x, m) * inverse;
+  }
+  __syncthreads();
+  const int quads = a.head_dim / 4;
+  for (int i = threadIdx.x; i < heads * quads; i += kThreads) {
+    const int h = i / quads, d = i % quads * 4;
+    const float* const outputs = Partials(a, row, first_head + h, max_splits).outputs + d;
+    float4 sum{0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 16
+    for (int s = 0; s < count; ++s) {
+      const float w = weights[h * kMaxSplits + s];
+      const float4 o = *reinterpret_cast<const float4*>(outputs + static_cast<int64_t>(s) * a.head_dim);
+      sum = {sum.x + w * o.x, sum.y + w * o.y, sum.z + w * o.z, sum.w + w * o.w};
+    }
+    const int64_t target = (row * a.heads + first_head + h) * a.head_dim + d;
+    store_from_float(a.out, target, a.type, sum.x);
+    store_from_float(a.out, target + 1, a.type, sum.y);
+    store_from_float(a.out, target + 2, a.type, sum.z);
+    store_from_float(a.out, target + 3, a.type, sum.w);
+  }
+}
+
+inline std::string describe(const char* op, const AttentionArgs& a) {
+  return std::string(op) + " rows=" + std::to_string(a.rows) + " heads=" + std::to_string(a.heads) + "/" +
+         std::to_string(a.kv_heads) + " head_dim=" + std::to_string(a.head_dim) +
+         " capacity=" + std::to_string(a.capacity) + " " + name(a.type) + " cache " + name(a.cache);
+}
+
+inline bool has_options(const AttentionArgs& a) { return a.softcap > 0.0f || a.slopes != nullptr || a.mask != nullptr; }
+
+// Rows a launch so that the arrival counters suffice; calls run(first_row, rows).
+template <class F>
+void for_row_chunks(const AttentionArgs& a, int groups_per_row, F&& run) {
+  const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(65535, kMaxArrivals / groups_per_row));
+  for (int64_t first = 0; first < a.rows; first += chunk) run(first, std::min(chunk, a.rows - first));
+}
+
+}  // namespace nibblelm::cuda

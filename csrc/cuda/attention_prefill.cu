@@ -1,0 +1,255 @@
+// Prefill attention on tensor cores for bf16 (Dao 2023, "FlashAttention-2"): a block keeps a tile of query rows, its
+// warps walk over tiles of keys and values that cp.async brings to shared memory one tile ahead.
+//
+// Key tiles start at multiples of kColumns, and a tile that a row may not see leaves it unchanged to the bit, so a
+// row's result does not depend on the rows beside it.
+#include "attention.cuh"
+#include "mma.cuh"
+
+namespace nibblelm::cuda {
+namespace {
+
+constexpr int kWarps{4};
+constexpr int kThreads{kWarps * kWarp};
+
+// kStrips strips of 16 query rows a warp: two halve the shared-memory reads per product where registers allow it.
+template <int D>
+struct Shape {
+  static constexpr int kStrips{D <= 128 ? 2 : 1};
+  static constexpr int kRows{kWarps * 16 * kStrips};
+  static constexpr int kColumns{D <= 128 ? 64 : 32};
+  static constexpr size_t kShared{sizeof(bf16) * D * (kRows + 4 * kColumns)};  // q, then two stages of keys and values
+};
+
+// Address of 16-byte chunk `chunk` of a row of D values; the exclusive or spreads eight rows over all banks.
+template <int D>
+__device__ __forceinline__ uint32_t chunk_address(uint32_t base, int row, int chunk) {
+  return base + row * (D * 2) + ((chunk ^ (row & 7)) << 4);
+}
+
+__device__ __forceinline__ void copy_or_zero(uint32_t shared, const bf16* global, bool wanted) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0)
+               : "memory");
+}
+
+// kRows rows of D values, `stride` apart, from `source`; row r is real when first + r < end.
+template <int D, int kRows>
+__device__ __forceinline__ void copy_tile(uint32_t shared, const bf16* source, int64_t stride, int64_t first,
+                                          int64_t end) {
+  constexpr int kChunks{D / 8};
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    const bool wanted = first + row < end;
+    copy_or_zero(chunk_address<D>(shared, row, chunk), source + (wanted ? first + row : 0) * stride + 8 * chunk,
+                 wanted);
+  }
+}
+
+// One strip of 16 query rows: this lane's rows are g and g + 8 of it.
+struct Row {
+  int index;
+  Interval range;
+  int position;
+};
+
+template <int D>
+struct Strip {
+  float o[D / 8][4] = {};
+  float m[2]{-INFINITY, -INFINITY};
+  float l[2]{0.0f, 0.0f};  // over this lane's columns only, until the end
+};
+
+// Scores of one strip in place: scale and options, then -inf outside each row's interval.
+template <bool kOptions, int kTiles>
+__device__ __forceinline__ void scores_of(const AttentionArgs& a, float (&s)[kTiles][4], const Row (&rows)[2], int head,
+                                          int column, bool inside) {
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Row& row = rows[i >> 1];
+      const int p = column + 8 * t + (i & 1);
+      if (inside || (p >= row.range.first && p < row.range.end)) {
+        s[t][i] = score<kOptions>(a, s[t][i], row.index, row.position, head, p);
+      } else {
+        s[t][i] = -INFINITY;
+      }
+    }
+}
+
+// Online softmax step: s becomes exp2(s - m), the strip's sums are rescaled to the new maximum.
+template <int D, int kTiles>
+__device__ __forceinline__ void softmax_step(Strip<D>& strip, float (&s)[kTiles][4]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float m = strip.m[r];
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) m = fmaxf(m, fmaxf(s[t][2 * r], s[t][2 * r + 1]));
+    m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 2));
+    const float factor = weight_of(strip.m[r], m), base = m == -INFINITY ? 0.0f : m;
+    strip.m[r] = m;
+    float l = 0.0f;
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      s[t][2 * r] = exp2_fast(s[t][2 * r] - base);
+      s[t][2 * r + 1] = exp2_fast(s[t][2 * r + 1] - base);
+      l += s[t][2 * r] + s[t][2 * r + 1];
+    }
+    strip.l[r] = strip.l[r] * factor + l;
+#pragma unroll
+    for (int t = 0; t < D / 8; ++t) strip.o[t][2 * r] *= factor, strip.o[t][2 * r + 1] *= factor;
+  }
+}
+
+// Grid (heads, tiles of rows); the last rows see the most keys and go first.
+template <int D, bool kOptions>
+__global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_kernel(AttentionArgs a) {
+  using S = Shape<D>;
+  constexpr int kStrips{S::kStrips}, kColumns{S::kColumns}, kTiles{kColumns / 8};
+  extern __shared__ __align__(128) unsigned char storage[];
+  __shared__ int bounds[4];  // of the tile's rows: least and greatest first, least and greatest end
+  dependency_wait();
+  dependency_release();
+  const uint32_t q_tile = shared_address(storage), kv_tiles = q_tile + sizeof(bf16) * D * S::kRows;
+  constexpr uint32_t kTileBytes{sizeof(bf16) * D * kColumns};
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
+  const int head = blockIdx.x, kv_head = head / (a.heads / a.kv_heads);
+  const int64_t tile_row = static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * S::kRows;
+  if (threadIdx.x < 4) bounds[threadIdx.x] = threadIdx.x % 2 == 0 ? INT_MAX : 0;
+  copy_tile<D, S::kRows>(q_tile, static_cast<const bf16*>(a.q) + head * D, a.q_stride, tile_row, a.rows);
+  copy_async_commit();
+
+  Row rows[kStrips][2];
+#pragma unroll
+  for (int n = 0; n < kStrips; ++n)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      Row& row = rows[n][r];
+      row.index = static_cast<int>(tile_row) + (warp * kStrips + n) * 16 + g + 8 * r;
+      const bool real = row.index < a.rows;
+      row.range = real ? attended(a, row.index) : Interval{0, 0};
+      row.position = real ? a.positions[row.index] : 0;
+    }
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < kStrips; ++n)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (j != 0 || rows[n][r].index >= a.rows) continue;
+      if (rows[n][r].range.first >= rows[n][r].range.end) {
+        atomicMin(bounds + 2, 0);  // a row that sees nothing: no tile is inside all intervals
+        continue;
+      }
+      atomicMin(bounds, rows[n][r].range.first);
+      atomicMax(bounds + 1, rows[n][r].range.first);
+      atomicMin(bounds + 2, rows[n][r].range.end);
+      atomicMax(bounds + 3, rows[n][r].range.end);
+    }
+  __syncthreads();
+  const int begin = bounds[0] == INT_MAX ? 0 : bounds[0] / kColumns * kColumns, end = bounds[3];
+  const int first_inside = bounds[1], last_inside = bounds[2];
+  const auto* const k = static_cast<const bf16*>(cache_row(a.k, a, max(a.slots[0], 0), kv_head));
+  const auto* const v = static_cast<const bf16*>(cache_row(a.v, a, max(a.slots[0], 0), kv_head));
+  const auto fetch = [&](int column, int stage) {
+    if (column < end) copy_tile<D, kColumns>(kv_tiles + 2 * stage * kTileBytes, k, D, column, end);
+    copy_async_commit();
+    if (column < end) copy_tile<D, kColumns>(kv_tiles + (2 * stage + 1) * kTileBytes, v, D, column, end);
+    copy_async_commit();
+  };
+  fetch(begin, 0);
+
+  Strip<D> strips[kStrips];
+  for (int column = begin, stage = 0; column < end; column += kColumns, stage ^= 1) {
+    const uint32_t k_tile = kv_tiles + 2 * stage * kTileBytes, v_tile = k_tile + kTileBytes;
+    fetch(column + kColumns, stage ^ 1);
+    copy_async_wait<3>();  // these keys, and q
+    __syncthreads();
+    float s[kStrips][kTiles][4] = {};
+#pragma unroll
+    for (int d = 0; d < D / 16; ++d) {
+      uint32_t q[kStrips][4];
+#pragma unroll
+      for (int n = 0; n < kStrips; ++n)
+        ldmatrix_x4(q[n], chunk_address<D>(q_tile, (warp * kStrips + n) * 16 + lane % 16, 2 * d + lane / 16));
+#pragma unroll
+      for (int t = 0; t < kTiles; t += 2) {
+        uint32_t b[4];
+        ldmatrix_x4(b, chunk_address<D>(k_tile, 8 * t + lane / 16 * 8 + lane % 8, 2 * d + lane / 8 % 2));
+#pragma unroll
+        for (int n = 0; n < kStrips; ++n) {
+          mma_16816(s[n][t], q[n][0], q[n][1], q[n][2], q[n][3], b[0], b[1]);
+          mma_16816(s[n][t + 1], q[n][0], q[n][1], q[n][2], q[n][3], b[2], b[3]);
+        }
+      }
+    }
+    const bool inside = column >= first_inside && column + kColumns <= last_inside;
+#pragma unroll
+    for (int n = 0; n < kStrips; ++n) {
+      scores_of<kOptions>(a, s[n], rows[n], head, column + 2 * j, inside);
+      softmax_step(strips[n], s[n]);
+    }
+    copy_async_wait<2>();  // these values
+    __syncthreads();
+#pragma unroll
+    for (int t = 0; t < kTiles; t += 2) {
+      uint32_t p[kStrips][4];
+#pragma unroll
+      for (int n = 0; n < kStrips; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) p[n][i] = pack2<bf16>(s[n][t + i / 2][i % 2 * 2], s[n][t + i / 2][i % 2 * 2 + 1]);
+#pragma unroll
+      for (int d = 0; d < D / 8; d += 2) {
+        uint32_t b[4];
+        ldmatrix_x4_trans(b, chunk_address<D>(v_tile, 8 * t + lane % 16, d + lane / 16));
+#pragma unroll
+        for (int n = 0; n < kStrips; ++n) {
+          mma_16816(strips[n].o[d], p[n][0], p[n][1], p[n][2], p[n][3], b[0], b[1]);
+          mma_16816(strips[n].o[d + 1], p[n][0], p[n][1], p[n][2], p[n][3], b[2], b[3]);
+        }
+      }
+    }
+    __syncthreads();  // before the next fetch overwrites this stage
+  }
+  copy_async_wait<0>();
+
+#pragma unroll
+  for (int n = 0; n < kStrips; ++n)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float l = strips[n].l[r];
+      l += __shfl_xor_sync(kAllLanes, l, 1);
+      l += __shfl_xor_sync(kAllLanes, l, 2);
+      const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
+      if (rows[n][r].index >= a.rows) continue;
+      bf16* const out =
+          static_cast<bf16*>(a.out) + (static_cast<int64_t>(rows[n][r].index) * a.heads + head) * D + 2 * j;
+#pragma unroll
+      for (int t = 0; t < D / 8; ++t)
+        *reinterpret_cast<uint32_t*>(out + 8 * t) =
+            pack2<bf16>(strips[n].o[t][2 * r] * inverse, strips[n].o[t][2 * r + 1] * inverse);
+    }
+}
+
+template <int D>
+void launch_prefill(const AttentionArgs& a, const Launch& launch) {
+  const auto what = [&] { return describe("attention prefill", a); };
+  const int tiles = ceil_div(a.rows, Shape<D>::kRows);
+  if (tiles > 65535) throw std::invalid_argument(what() + ": too many rows in one call");
+  launch_kernel(launch, what, has_options(a) ? attention_prefill_kernel<D, true> : attention_prefill_kernel<D, false>,
+                dim3(a.heads, tiles), dim3(kThreads), Shape<D>::kShared, a);
+}
+
+}  // namespace
+
+void attention_prefill(const AttentionArgs& a, const Launch& launch) {
+  if (a.rows == 0) return;
+  const bool tensor_cores = a.type == DType::bf16 && a.cache == DType::bf16 && a.q_stride % 8 == 0 && aligned16(a.q, 0);
+  if (tensor_cores && a.head_dim == 64) return launch_prefill<64>(a, launch);
+  if (tensor_cores && a.head_dim == 128) return launch_prefill<128>(a, launch);
+  if (tensor_cores && a.head_dim == 256) return launch_prefill<256>(a, launch);
+  attention_prefill_fma(a, launch);
+}
+
+}  // namespace nibblelm::cuda

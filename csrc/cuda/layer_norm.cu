@@ -1,0 +1,10 @@
+// LayerNorm (Ba et al. 2016): launcher. The kernel is in norm.cuh.
+#include "norm.cuh"
+
+namespace nibblelm::cuda {
+
+void layer_norm(const NormArgs& args, DType dtype, const Launch& launch) {
+  with_activation(dtype, "layer_norm", [&]<class T>() { launch_norm<T, true>(args, dtype, "layer_norm", launch); });
+}
+
+}  // namespace nibblelm::cuda

@@ -1,0 +1,10 @@
+// RMSNorm (Zhang & Sennrich 2019): launcher. The kernel is in norm.cuh.
+#include "norm.cuh"
+
+namespace nibblelm::cuda {
+
+void rms_norm(const NormArgs& args, DType dtype, const Launch& launch) {
+  with_activation(dtype, "rms_norm", [&]<class T>() { launch_norm<T, false>(args, dtype, "rms_norm", launch); });
+}
+
+}  // namespace nibblelm::cuda

@@ -1,0 +1,31 @@
+// Which two elements of a head rotate together, and where a row goes in the cache.
+#pragma once
+
+#include "rope.h"
+#include "vector.cuh"
+
+namespace nibblelm::cuda {
+
+struct RopePair {
+  int first;
+  int second;
+  float cos;
+  float sin;
+};
+
+// Pair `i` of a head, counted over the streams: stream i / half rotates the elements from i / half * head_dim / 2 on.
+__device__ __forceinline__ RopePair rope_pair(const RopeTable& t, int i, int row, int rows, int head_dim) {
+  const int stream = i / t.half, p = i % t.half, base = stream * (head_dim / 2);
+  const int64_t entry = static_cast<int64_t>(t.positions[stream * rows + row]) * t.half + p;
+  const int first = base + (t.interleaved ? 2 * p : p);
+  return {first, first + (t.interleaved ? 1 : t.half), t.cos[entry], t.sin[entry]};
+}
+
+// Offset of (slot, kv head, position) in the cache, or -1 for a row that is not written.
+__device__ __forceinline__ int64_t cache_offset(const CacheTarget& c, int row, int kv_head) {
+  const int64_t slot = c.slots[row], position = c.positions[row];
+  if (slot < 0 || slot >= c.slot_count || position < 0 || position >= c.capacity) return -1;
+  return ((slot * c.kv_heads + kv_head) * c.capacity + position) * c.head_dim;
+}
+
+}  // namespace nibblelm::cuda

@@ -1,0 +1,79 @@
+"""What the CUDA ops share: the extension, whether it can run, its stream, and capture into a graph."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from nibblelm.errors import DeviceError
+
+try:
+    from nibblelm import _cuda  # pyright: ignore[reportAttributeAccessIssue]
+
+    kernels: Any = _cuda
+    _LOAD_ERROR = ""
+except ImportError as error:
+    kernels = None
+    _LOAD_ERROR = str(error)
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_programmatic: ContextVar[bool] = ContextVar("programmatic_launch", default=False)
+
+
+def available() -> tuple[bool, str]:
+    """Whether CUDA kernels can run here, and if not, why (for `nibblelm doctor` and error messages)."""
+    if torch.version.cuda is None:
+        return False, f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch"
+    if not torch.cuda.is_available():
+        return False, "torch sees no CUDA device; check nvidia-smi and the driver"
+    if kernels is None:
+        if "No module named" in _LOAD_ERROR or "cannot import name" in _LOAD_ERROR:
+            return False, "the extension nibblelm._cuda is not built; reinstall where nvcc is on the PATH"
+        return False, f"the extension nibblelm._cuda does not load: {_LOAD_ERROR}"
+    return True, f"{torch.cuda.get_device_name()}, torch CUDA {torch.version.cuda}"
+
+
+def require() -> None:
+    """Raise `DeviceError` with the real reason where CUDA kernels cannot run."""
+    usable, reason = available()
+    if not usable:
+        raise DeviceError(f"device 'cuda' cannot be used: {reason}. Use device 'cpu', or fix that first")
+
+
+def launch_args() -> tuple[int, bool]:
+    """(stream, programmatic): the last two arguments of every launcher."""
+    return torch.cuda.current_stream().cuda_stream, _programmatic.get()
+
+
+@contextmanager
+def programmatic_launch(enabled: bool) -> Iterator[None]:
+    """Let the block's kernels start before the kernel ahead of them has finished (sm_90 and later)."""
+    token = _programmatic.set(enabled)
+    try:
+        yield
+    finally:
+        _programmatic.reset(token)
+
+
+class Program:
+    """A captured CUDA graph; the tensors that were made while it was recorded live as long as it does."""
+
+    def __init__(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@contextmanager
+def capture(device: torch.device) -> Iterator[Program]:
+    """Record the block as a CUDA graph on a side stream. Run the same calls once before: first use loads kernels."""
+    require()
+    program = Program()
+    with (
+        torch.cuda.device(device),
+        torch.cuda.graph(program.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
+    ):
+        yield program

@@ -1,0 +1,307 @@
+"""The CUDA ops other than linear: check what came, allocate the result, call the launcher. The contract is in `ops`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nibblelm.ops.cuda_device import DTYPES, kernels, launch_args
+from nibblelm.ops.types import QuantizedWeight, SamplingState, Weight
+
+PREFILL_ROWS = 17  # fewer rows of one sequence go to the decode kernel, as a batch of as many sequences does
+_ACTIVATIONS = {"silu": 0, "tanh": 1, "erf": 2}
+SOFTMAX_FORMS = {"automatic": 0, "warp": 1, "block": 2, "cluster": 3, "online": 4}
+
+
+def _require(condition: bool, op: str, wanted: str, *tensors: Tensor | None) -> None:
+    if not condition:
+        got = ", ".join(f"{tuple(t.shape)} {t.dtype} {t.stride()}" for t in tensors if t is not None)
+        raise ValueError(f"{op}: got {got}; supported: {wanted}")
+
+
+def _address(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _rows(x: Tensor) -> bool:
+    """Whether everything but the first dimension is contiguous and the dtype one of activations."""
+    return x.dtype in {torch.float32, torch.bfloat16} and (x.shape[0] == 0 or x[0].is_contiguous())
+
+
+def _vector(t: Tensor | None, size: int, dtype: torch.dtype = torch.float32) -> bool:
+    return t is None or (t.shape == (size,) and t.dtype == dtype and t.is_contiguous())
+
+
+# ---- norms ---------------------------------------------------------------------------------------------------------
+
+
+def _norm(
+    launcher: Any,
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    residual: Tensor | None,
+    plus_one: bool,
+) -> tuple[Tensor, Tensor]:
+    columns = x.shape[-1]
+    same = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype and _rows(residual))
+    _require(
+        x.ndim in {2, 3} and _rows(x) and same and _vector(weight, columns) and _vector(bias, columns),
+        op, "x (M, H) or (M, heads, D) fp32 or bf16, residual like x, weight and bias fp32", x, residual, weight, bias,
+    )  # fmt: skip
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    h = x if residual is None else torch.empty_like(y)
+    launcher(
+        x.data_ptr(), _address(residual), weight.data_ptr(), _address(bias), y.data_ptr(),
+        0 if residual is None else h.data_ptr(), x.stride(0), 0 if residual is None else residual.stride(0),
+        x.numel() // columns, x.shape[1] if x.ndim == 3 else 1, columns, eps, plus_one, DTYPES[x.dtype],
+        *launch_args(),
+    )  # fmt: skip
+    return y, h
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, plus_one: bool) -> tuple[Tensor, Tensor]:
+    return _norm(kernels.rms_norm, "rms_norm", x, weight, None, eps, residual, plus_one)
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return _norm(kernels.layer_norm, "layer_norm", x, weight, bias, eps, residual, False)
+
+
+# ---- rope and the cache --------------------------------------------------------------------------------------------
+
+
+def _rope_table(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
+    streams = positions.ndim
+    fits = cos.shape == sin.shape and 2 * cos.shape[1] * streams <= x.shape[2]
+    tables = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
+    index = positions.dtype == torch.int32 and positions.is_contiguous() and positions.shape[-1] == x.shape[0]
+    _require(
+        x.ndim == 3 and _rows(x) and fits and tables and index and positions.shape[: streams - 1] in {(), (2,)},
+        "rope", "x (M, H, D), positions (M,) or (2, M) int32, cos and sin (T, R / 2) fp32", x, positions, cos, sin,
+    )  # fmt: skip
+    half = cos.shape[1]
+    return kernels.RopeTable(positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), half, streams, interleaved)
+
+
+def _cache_target(op: str, m: int, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor) -> Any:
+    _require(
+        k_cache.ndim == 4 and k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype
+        and k_cache.dtype in {torch.float32, torch.bfloat16} and k_cache.is_contiguous() and v_cache.is_contiguous()
+        and _vector(slots, m, torch.int32) and _vector(positions, m, torch.int32),
+        op, "caches (S, Hkv, T, D) fp32 or bf16, slots and positions (M,) int32", k_cache, v_cache, slots, positions,
+    )  # fmt: skip
+    slot_count, kv_heads, capacity, head_dim = k_cache.shape
+    return kernels.CacheTarget(
+        k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), positions.data_ptr(), slot_count, kv_heads,
+        capacity, head_dim, DTYPES[k_cache.dtype],
+    )  # fmt: skip
+
+
+def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    table = _rope_table(x, positions, cos, sin, interleaved)
+    m, heads, head_dim = x.shape
+    kernels.rope(x.data_ptr(), x.stride(0), m, heads, head_dim, table, DTYPES[x.dtype], *launch_args())
+    return x
+
+
+def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor) -> None:
+    m = k.shape[0]
+    target = _cache_target("kv_append", m, k_cache, v_cache, slots, positions)
+    shape = (m, k_cache.shape[1], k_cache.shape[3])
+    same = k.shape == shape and v.shape == shape and k.dtype == v.dtype
+    _require(same and _rows(k) and _rows(v), "kv_append", f"k and v {shape} of one dtype", k, v)
+    kernels.kv_append(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), m, target, DTYPES[k.dtype], *launch_args())
+
+
+def rope_append(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    plus_one: bool,
+    interleaved: bool,
+) -> Tensor:
+    table = _rope_table(qkv, positions, cos, sin, interleaved)
+    m, all_heads, head_dim = qkv.shape
+    main = positions if positions.ndim == 1 else positions[0]
+    target = _cache_target("rope_append", m, k_cache, v_cache, slots, main)
+    heads = all_heads - 2 * k_cache.shape[1]
+    fits = heads > 0 and head_dim == k_cache.shape[3] and _vector(q_norm, head_dim) and _vector(k_norm, head_dim)
+    _require(fits, "rope_append", "qkv (M, H + 2 Hkv, D), norms (D,) fp32", qkv, k_cache, q_norm, k_norm)
+    kernels.rope_append(
+        qkv.data_ptr(), qkv.stride(0), m, heads, table, target, _address(q_norm), _address(k_norm), eps, plus_one,
+        DTYPES[qkv.dtype], *launch_args(),
+    )  # fmt: skip
+    return qkv[:, :heads]
+
+
+# ---- attention -----------------------------------------------------------------------------------------------------
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    prefix_lengths: Tensor | None,
+    starts: Tensor | None,
+    mask: Tensor | None,
+    one_sequence: bool,
+) -> Tensor:
+    m, heads, head_dim = q.shape
+    _cache_target("attention", m, k_cache, v_cache, slots, positions)
+    slot_count, kv_heads, capacity, _ = k_cache.shape
+    _require(
+        _rows(q) and k_cache.shape[3] == head_dim and heads % kv_heads == 0 and head_dim % 8 == 0 and head_dim <= 256,
+        "attention", "q (M, H, D) fp32 or bf16, D a multiple of 8 up to 256, H a multiple of Hkv", q, k_cache,
+    )  # fmt: skip
+    fits = mask is None or (mask.ndim == 2 and mask.shape[0] == m and mask.stride(1) == 1)
+    _require(
+        fits and (mask is None or mask.dtype == torch.float32) and _vector(alibi_slopes, heads)
+        and _vector(prefix_lengths, m, torch.int32) and _vector(starts, slot_count, torch.int32),
+        "attention", "alibi_slopes (H,) and mask (M, columns) fp32, prefix_lengths (M,) and starts (S,) int32",
+        alibi_slopes, prefix_lengths, starts, mask,
+    )  # fmt: skip
+    out = torch.empty(m, heads * head_dim, dtype=q.dtype, device=q.device)
+    prefill = one_sequence and m >= PREFILL_ROWS
+    bytes_needed = 0 if prefill else kernels.attention_workspace(m, heads, head_dim, capacity)
+    workspace = torch.empty(bytes_needed, dtype=torch.uint8, device=q.device)
+    launcher = kernels.attention_prefill if prefill else kernels.attention_decode
+    launcher(
+        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), workspace.data_ptr(), slots.data_ptr(),
+        positions.data_ptr(), _address(alibi_slopes), _address(prefix_lengths), _address(starts), _address(mask),
+        q.stride(0), 0 if mask is None else mask.stride(0), m, capacity, 0 if mask is None else mask.shape[1],
+        slot_count, heads, kv_heads, head_dim, window, scale, softcap, DTYPES[q.dtype], DTYPES[k_cache.dtype],
+        *launch_args(),
+    )  # fmt: skip
+    return out
+
+
+def _score_planes(op: str, scores: Tensor) -> tuple[int, ...]:
+    _require(scores.ndim == 4 and scores.is_contiguous() and _rows(scores), op, "contiguous (B, H, Q, K)", scores)
+    return tuple(scores.shape)
+
+
+def attention_mask(scores: Tensor, mask: Tensor, value: float) -> Tensor:
+    batch, heads, queries, keys = _score_planes("attention_mask", scores)
+    same = mask.shape == (batch, queries, keys) and mask.dtype == scores.dtype and mask.is_contiguous()
+    _require(same, "attention_mask", "mask (B, Q, K) of the dtype of scores", mask, scores)
+    kernels.attention_mask(
+        scores.data_ptr(), mask.data_ptr(), value, batch, heads, queries, keys, DTYPES[scores.dtype], *launch_args()
+    )
+    return scores
+
+
+def alibi_mask(scores: Tensor, slopes: Tensor, value: float) -> Tensor:
+    batch, heads, queries, keys = _score_planes("alibi_mask", scores)
+    _require(_vector(slopes, heads), "alibi_mask", f"slopes ({heads},) fp32", slopes)
+    kernels.alibi_mask(
+        scores.data_ptr(), slopes.data_ptr(), value, batch, heads, queries, keys, DTYPES[scores.dtype], *launch_args()
+    )
+    return scores
+
+
+# ---- element-wise, tables, rows ------------------------------------------------------------------------------------
+
+
+def _activate(op: str, x: Tensor, form: str, gated: bool) -> Tensor:
+    _require(
+        x.ndim == 2 and _rows(x) and (not gated or x.shape[1] % 2 == 0) and form in _ACTIVATIONS,
+        op, f"(M, {'2 I' if gated else 'N'}) fp32 or bf16, forms {sorted(_ACTIVATIONS)}", x,
+    )  # fmt: skip
+    m, columns = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
+    y = torch.empty(m, columns, dtype=x.dtype, device=x.device)
+    kernels.activate(
+        x.data_ptr(), y.data_ptr(), m, columns, x.stride(0), _ACTIVATIONS[form], gated, DTYPES[x.dtype],
+        *launch_args(),
+    )  # fmt: skip
+    return y
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    return _activate("swiglu", gate_up, "silu", True)
+
+
+def geglu(gate_up: Tensor, form: str) -> Tensor:
+    return _activate("geglu", gate_up, form, True)
+
+
+def gelu(x: Tensor, form: str) -> Tensor:
+    return _activate("gelu", x, form, False)
+
+
+def silu(x: Tensor) -> Tensor:
+    return _activate("silu", x, "silu", False)
+
+
+def embedding(ids: Tensor, table: Weight, dtype: torch.dtype) -> Tensor:
+    v, h = table.shape
+    _require(ids.ndim == 1 and _vector(ids, ids.shape[0], torch.int32), "embedding", "ids (M,) int32", ids)
+    y = torch.empty(ids.shape[0], h, dtype=dtype, device=ids.device)
+    if isinstance(table, QuantizedWeight):
+        parts = (table.codes, table.scale, table.zero_point, table.minimum)
+        whole = all(t is None or (t.is_cuda and t.is_contiguous()) for t in parts)
+        layout = (table.codes.shape[1], table.groups, h if table.group_size == -1 else table.group_size, table.bits)
+        dense = table.scale
+    else:
+        parts, whole, layout, dense = (table, None, None, None), table.is_contiguous(), (0, 0, 1, 16), table
+    _require(
+        whole and dense.dtype in DTYPES and y.dtype in {torch.float32, torch.bfloat16},
+        "embedding", "contiguous tables on the device, scales or values fp32, fp16 or bf16", *parts,
+    )  # fmt: skip
+    kernels.embedding(
+        ids.data_ptr(), *(_address(t) for t in parts), y.data_ptr(), ids.shape[0], v, h, *layout,
+        DTYPES[dense.dtype], DTYPES[dtype], *launch_args(),
+    )  # fmt: skip
+    return y
+
+
+def softmax(x: Tensor, form: str = "automatic", logarithm: bool = False) -> Tensor:
+    _require(x.ndim == 2 and x.is_contiguous() and x.dtype in DTYPES, "softmax", "contiguous (M, N)", x)
+    y = torch.empty_like(x)
+    kernels.softmax(
+        x.data_ptr(), y.data_ptr(), *x.shape, logarithm, SOFTMAX_FORMS[form], DTYPES[x.dtype], *launch_args()
+    )
+    return y
+
+
+def log_softmax(x: Tensor) -> Tensor:
+    return softmax(x, logarithm=True)
+
+
+def argmax(x: Tensor) -> Tensor:
+    _require(x.ndim == 2 and _rows(x) and x.shape[1] > 0, "argmax", "(M, N) fp32 or bf16, N at least 1", x)
+    y = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
+    kernels.argmax(x.data_ptr(), y.data_ptr(), *x.shape, x.stride(0), DTYPES[x.dtype], *launch_args())
+    return y
+
+
+def sample(logits: Tensor, state: SamplingState) -> Tensor:
+    m, vocab = logits.shape
+    _require(
+        logits.dtype == torch.float32 and logits.stride(1) == 1 and state.rows == m and state.vocab_size in {0, vocab},
+        "sample", f"logits ({state.rows}, {state.vocab_size or 'V'}) fp32", logits,
+    )  # fmt: skip
+    ids = torch.empty(m, dtype=torch.int32, device=logits.device)
+    workspace = torch.empty(m, vocab, dtype=torch.float32, device=logits.device)
+    kernels.sample(
+        logits.data_ptr(), workspace.data_ptr(), ids.data_ptr(),
+        *(_address(t) for t in state.tensors()), logits.stride(0), m, vocab, *launch_args(),
+    )  # fmt: skip
+    return ids
