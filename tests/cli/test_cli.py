@@ -3,11 +3,12 @@
 import json
 import os
 import pty
+import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -118,16 +119,12 @@ def test_version_info_and_doctor(stories: str) -> None:
 
 
 def test_help_is_quick() -> None:
+    """Processor time, which a busy machine does not stretch: reading --help waits for nothing."""
     run("--help")
-    times = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        assert run("--help").returncode == 0
-        times.append(time.perf_counter() - begun)
-    empty = time.perf_counter()
-    subprocess.run([sys.executable, "-c", ""], check=True)
-    empty = time.perf_counter() - empty
-    assert min(times) <= 0.3 + empty, f"{min(times):.2f} s"
+    begun = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert run("--help").returncode == 0
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert ended.ru_utime + ended.ru_stime - begun.ru_utime - begun.ru_stime <= 0.3
 
 
 def test_interrupt_ends_a_generation_cleanly(stories: str) -> None:
@@ -150,15 +147,16 @@ def test_a_closed_pipe_is_quiet(stories: str) -> None:
 
 
 def test_chat_session(chatty: str) -> None:
-    result = run(
-        "chat", "-m", chatty, "--temp", "0", "-n", "12", stdin="Once upon a time\n/reset\nOnce upon a time\n/exit\n"
-    )
-    assert result.returncode == 0, result.stderr
-    first, second = result.stdout.strip().splitlines()
+    options = ("chat", "-m", chatty, "--temp", "0", "-n", "12")
+    reset = run(*options, stdin="Once upon a time\n/reset\nOnce upon a time\n/exit\n")
+    assert reset.returncode == 0, reset.stderr
+    first, second = reset.stdout.strip().splitlines()
     assert first == second
-    assert result.stderr.count("tok/s") == 4
-    again = run("chat", "-m", chatty, "--temp", "0", "-n", "12", stdin="Once upon a time\nOnce upon a time\n")
-    assert again.stdout.strip().splitlines()[1] != second
+    tokens = [int(n) for n in re.findall(r"prompt: (\d+) tokens", reset.stderr)]
+    assert tokens[0] == tokens[1]
+    kept = run(*options, stdin="Once upon a time\nOnce upon a time\n")
+    tokens = [int(n) for n in re.findall(r"prompt: (\d+) tokens", kept.stderr)]
+    assert tokens[1] > 2 * tokens[0], "the second prompt holds the first and its answer"
 
 
 def test_chat_in_a_terminal(chatty: str) -> None:

@@ -58,7 +58,7 @@ def test_stream_of_unknown_decoders(pair_of: Callable[[str], tuple[Tokenizer, An
     from tokenizers import decoders
     from tokenizers.models import WordLevel
 
-    from nibblelm.tokenizer import _JsonBackend
+    from nibblelm.tokenizer.tokenizer import _JsonBackend
 
     words = ["the", "▁the", "##ing", "cat", "▁", ".", "é"]
     rng = random.Random(5)
@@ -134,6 +134,6 @@ def test_token_bytes_join_to_the_text(pair_of: Callable[[str], tuple[Tokenizer, 
 def test_byte_alphabet_is_transformers() -> None:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    from nibblelm.detokenizer import byte_of_char
+    from nibblelm.tokenizer.detokenizer import byte_of_char
 
     assert byte_of_char() == {char: byte for byte, char in bytes_to_unicode().items()}

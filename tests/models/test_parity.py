@@ -63,26 +63,30 @@ def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     assert relative_error(steps, got[3:]).max() <= 1e-5
 
 
-# Activations rounded per group of K to 8 or 16 bits, against the same float32 model. A layer input x in a group with
-# maximum m carries a rounding error of variance (m / (127 * sqrt(3) * 2))^2 per element or about 0.6 % of its RMS at 8
-# bits; through the few layers here, and relative to the logits' own size, that stays below 4 %, and 256 times less at
-# 16 bits, where the bf16 cache (relative error 2^-9) is what remains.
-@pytest.mark.parametrize(("dtype", "bound"), [("auto", 4e-2), ("bf16", 1e-2)])
+# Inputs of quantized layers rounded per group of K to 8 bits ("auto") or 16 bits ("bf16"), both with a bf16 cache. The
+# yardstick is the source implementation itself run in bf16 on the same weights. A group of 128 Gaussian values rounded
+# to 8 bits has a relative error of about 0.6 %, four times that of bf16, but only the inputs of linear layers are
+# rounded, where bf16 rounds every intermediate: the published bound is twice its error for 8 bits, half of it for 16.
 @pytest.mark.parametrize("scheme", ["int8", "int4-row", "int4-g32", "int4-g128"])
-def test_rounded_activations(source: tuple[str, Path], scheme: str, dtype: str, bound: float, tmp_path: Path) -> None:
+def test_rounded_activations(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     name, folder = source
     quantized = make(folder, scheme, tmp_path / "quantized")
+    reference = load_reference(folder, quantized)
     with torch.inference_mode():
-        want = load_reference(folder, quantized)(torch.tensor([PROMPT])).logits[0]
-    llm = LLM(quantized, device="cpu", dtype=dtype)
-    got = llm.logits(PROMPT)
-    error = relative_error(got, want)
-    print(f"{name} {scheme} {dtype}: relative L2 mean {error.mean():.2e}, at most {error.max():.2e}")
-    assert error.max() <= bound
-    with torch.inference_mode():
-        llm.runner.prefill(PROMPT[:3])
-        steps = torch.cat([llm.runner.decode([token], [0]).clone() for token in PROMPT[3:]])
-    assert torch.equal(steps, got[3:]), "the K loop is integer: prefill and decode are the same bits"
+        want = reference(torch.tensor([PROMPT])).logits[0]
+        yardstick = relative_error(reference.bfloat16()(torch.tensor([PROMPT])).logits[0].float(), want).mean()
+    for dtype, bound in (("auto", 2.0), ("bf16", 0.5)):
+        llm = LLM(quantized, device="cpu", dtype=dtype)
+        got = llm.logits(PROMPT)
+        ratio = relative_error(got, want).mean() / yardstick
+        print(
+            f"{name} {scheme} {dtype}: relative L2 is {ratio:.2f} times that of transformers in bf16 ({yardstick:.1e})"
+        )
+        assert ratio <= bound
+        with torch.inference_mode():
+            llm.runner.prefill(PROMPT[:3])
+            steps = torch.cat([llm.runner.decode([token], [0]).clone() for token in PROMPT[3:]])
+        assert torch.equal(steps, got[3:]), "the K loop is integer: prefill and decode are the same bits"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

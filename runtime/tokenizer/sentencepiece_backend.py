@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nibblelm.detokenizer import detokenizer_factory
 from nibblelm.errors import TokenizerError
-from nibblelm.tokenizer_files import Settings
+from nibblelm.tokenizer.detokenizer import detokenizer_factory
+from nibblelm.tokenizer.files import Settings
 
 SPACE = "▁"
 # A ModelProto field given twice is merged: normalizer_spec (3) { add_dummy_prefix (3): false }

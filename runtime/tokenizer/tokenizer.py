@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nibblelm.detokenizer import (
+from nibblelm.errors import TokenizerError
+from nibblelm.tokenizer.detokenizer import (
     BYTE_PIECE,
     ByteFallbackDetokenizer,
     ByteLevelDetokenizer,
@@ -13,8 +14,7 @@ from nibblelm.detokenizer import (
     byte_level_bytes,
     detokenizer_factory,
 )
-from nibblelm.errors import TokenizerError
-from nibblelm.tokenizer_files import Settings, load_backend, read_json, read_settings
+from nibblelm.tokenizer.files import Settings, load_backend, read_json, read_settings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as JsonTokenizer
@@ -133,7 +133,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise TokenizerError("the checkpoint has no chat template; give a plain prompt instead")
-        from nibblelm.chat_template import render
+        from nibblelm.tokenizer.chat_template import render
 
         variables = {"tools": None, "documents": None, **self._special, **kwargs}
         return render(self.chat_template, messages, {**variables, "add_generation_prompt": add_generation_prompt})
@@ -191,7 +191,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     settings = read_settings(folder)
     template = _chat_template(folder, settings)
     if found == "tokenizer.model":
-        from nibblelm.sentencepiece_backend import SentencePieceBackend
+        from nibblelm.tokenizer.sentencepiece_backend import SentencePieceBackend
 
         backend = SentencePieceBackend(folder / found, settings)
         return Tokenizer(backend, backend.decoder, template)
