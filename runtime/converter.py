@@ -3,13 +3,11 @@
 import dataclasses
 import hashlib
 import os
-import re
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any, Literal
@@ -22,6 +20,7 @@ from nibblelm.checkpoint.journal import Journal
 from nibblelm.checkpoint.work_folder import WorkFolder
 from nibblelm.checkpoint.writer import FolderWriter, OutputFile, plan_files, typed_write_errors, write_json
 from nibblelm.convert_plan import Unit, fallbacks, output_config, plan_units
+from nibblelm.convert_report import ConvertReport, build_record, build_report
 from nibblelm.errors import ConvertError
 from nibblelm.models import family, tensor_plan
 from nibblelm.quant.affine import pack_zero_point
@@ -31,56 +30,12 @@ from nibblelm.weights import check_tensors
 
 BLOCK_BYTES = 32 << 20
 RECORD = "nibblelm.json"
-_LAYER = re.compile(r".*?\.\d+(?=\.)")
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".md")
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30}
 
 Progress = Callable[[int, int, str], None]
 """Called as (source bytes done, source bytes in all, tensor) after every block."""
-
-
-@dataclass(frozen=True)
-class TensorReport:
-    """How one matrix was stored. `relative_error` is the root of sum (w - w')^2 / sum w^2; group_size -1 is per row."""
-
-    module: str
-    bits: int
-    group_size: int
-    symmetric: bool
-    parameters: int
-    relative_error: float
-
-
-@dataclass(frozen=True)
-class ConvertReport:
-    """What a conversion did. Sizes are bytes of tensors; `tensors` are the quantized matrices in model order."""
-
-    src: str
-    dst: str
-    method: str
-    parameters: int
-    source_bytes: int
-    output_bytes: int
-    bits_per_weight: float
-    quantized_bits_per_weight: float
-    files: list[str]
-    tensors: list[TensorReport]
-    notes: list[str]
-    seconds: float
-    reused_tensors: int
-
-    def worst_per_layer(self) -> list[TensorReport]:
-        """The matrix with the largest relative error of each layer, largest first."""
-        worst: dict[str, TensorReport] = {}
-        for tensor in sorted(self.tensors, key=lambda tensor: -tensor.relative_error):
-            layer = _LAYER.match(tensor.module)
-            worst.setdefault(layer.group() if layer else tensor.module, tensor)
-        return list(worst.values())
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return dataclasses.asdict(self)
 
 
 def convert(
@@ -145,10 +100,10 @@ def convert(
             conversion = _Conversion(checkpoint, writer, journal, options.method, threads or _cores(), progress)
             errors = conversion.run(units)
             source_files = hashes.wait()
-        report = _report(checkpoint, Path(dst), options, units, files, errors, notes)
+        report = build_report(checkpoint, Path(dst), options, units, files, errors, notes)
         writer.finish()
         _copy_companions(checkpoint, work.path)
-        write_json(work.path / RECORD, _record(report, options, source_files))
+        write_json(work.path / RECORD, build_record(report, options, source_files))
         write_json(work.path / "config.json", output_config(checkpoint.config, units))
         work.commit()
     return dataclasses.replace(report, seconds=time.monotonic() - started, reused_tensors=conversion.reused)
@@ -357,65 +312,3 @@ def _copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
         if source is not None:
             with typed_write_errors(folder / path.name):
                 shutil.copyfile(source, folder / path.name)
-
-
-def _report(
-    checkpoint: Checkpoint,
-    dst: Path,
-    options: Options,
-    units: Sequence[Unit],
-    files: Sequence[OutputFile],
-    errors: dict[str, float],
-    notes: list[str],
-) -> ConvertReport:
-    parameters = sum(unit.parameters for unit in units)
-    sizes = {unit.spec.name: sum(output.nbytes for output in unit.outputs) for unit in units}
-    quantized = [unit for unit in units if unit.scheme is not None]
-    quantized_bits = 8 * sum(sizes[unit.spec.name] for unit in quantized)
-    tensors = [
-        TensorReport(
-            unit.spec.module,
-            unit.scheme.bits,
-            unit.scheme.group_size,
-            unit.scheme.symmetric,
-            unit.parameters,
-            errors[unit.spec.module],
-        )
-        for unit in quantized
-        if unit.scheme is not None
-    ]
-    return ConvertReport(
-        src=str(checkpoint.folder),
-        dst=str(dst),
-        method=options.method,
-        parameters=parameters,
-        source_bytes=sum(checkpoint.info(name).nbytes for name in checkpoint.names()),
-        output_bytes=sum(sizes.values()),
-        bits_per_weight=8 * sum(sizes.values()) / parameters,
-        quantized_bits_per_weight=quantized_bits / max(sum(unit.parameters for unit in quantized), 1),
-        files=[file.name for file in files],
-        tensors=tensors,
-        notes=notes,
-        seconds=0.0,
-        reused_tensors=0,
-    )
-
-
-def _record(report: ConvertReport, options: Options, source_files: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The contents of nibblelm.json: what the standard has no place for. Nothing that differs from run to run."""
-    return {
-        "nibblelm_version": __version__,
-        "method": report.method,
-        "options": dataclasses.asdict(options),
-        "parameters": report.parameters,
-        "bits_per_weight": report.bits_per_weight,
-        "quantized_bits_per_weight": report.quantized_bits_per_weight,
-        "notes": report.notes,
-        "tensors": {
-            tensor.module: {
-                key: value for key, value in dataclasses.asdict(tensor).items() if key not in ("module", "parameters")
-            }
-            for tensor in report.tensors
-        },
-        "source": source_files,
-    }

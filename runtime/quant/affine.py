@@ -62,11 +62,9 @@ def squared_error(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Ten
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Unsigned codes (R, C) -> int32 words (R, ceil(C / (32 / bits))), low code first; the tail is 0."""
-    per_word = 32 // bits
-    padded = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % per_word))
-    shifts = torch.arange(0, 32, bits)
-    words = (padded.view(codes.shape[0], -1, per_word) << shifts).sum(-1)
-    return torch.where(words >= 2**31, words - 2**32, words).int()
+    padded = torch.nn.functional.pad(codes.int(), (0, -codes.shape[1] % (32 // bits)))
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return (padded.view(codes.shape[0], -1, 32 // bits) << shifts).sum(-1, dtype=torch.int32)
 
 
 def pack_zero_point(zero: Tensor, bits: int) -> Tensor:
