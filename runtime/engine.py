@@ -17,8 +17,8 @@ from nibblelm.errors import DeviceError, NibbleLMError, RequestError
 from nibblelm.kv_cache import bytes_per_token
 from nibblelm.models import family, tensor_plan
 from nibblelm.ops.types import ActivationBits
-from nibblelm.runner import Runner
-from nibblelm.sampler import Sampled, Sampler, SamplingParams, token_logprobs
+from nibblelm.runner import Runner, SampledSteps
+from nibblelm.sampler import Sampled, Sampler, SamplingParams, device_sampling, token_logprobs
 from nibblelm.tokenizer import TextStream, Tokenizer, load_tokenizer
 from nibblelm.weights import CheckpointWeights, check_tensors
 
@@ -136,6 +136,14 @@ class _Request:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """Requests (by index) whose decode steps sample on the device."""
+
+    members: list[int]
+    steps: SampledSteps
+
+
 class LLM:
     """A loaded model.
 
@@ -147,6 +155,7 @@ class LLM:
     threads      CPU threads, default the cores this process may use
     max_context  positions, default the model's limit (on CUDA at most 8,192)
     strict       make unknown keys of config.json an error
+    graph        replay decode steps as recorded programs (False: call by call, the same tokens)
 
     Raises ConfigError, CheckpointError, TokenizerError or DeviceError.
     """
@@ -161,6 +170,7 @@ class LLM:
         *,
         strict: bool = False,
         revision: str | None = None,
+        graph: bool = True,
     ) -> None:
         begun = time.perf_counter()
         self.device = select_device(device)
@@ -177,7 +187,7 @@ class LLM:
         check_tensors(checkpoint, tensor_plan(checkpoint.config), self.config.tied)
         weights = CheckpointWeights(checkpoint, self.device, self.dtype, activation_bits)
         network = family(checkpoint.config).Model(weights, self.config, self.max_context)
-        self.runner = Runner(network, self.device, self.kv_dtype, self.max_context)
+        self.runner = Runner(network, self.device, self.kv_dtype, self.max_context, graph)
         self.weight_bytes = weights.streamed_bytes
         self.load_s = time.perf_counter() - begun
 
@@ -303,34 +313,51 @@ class LLM:
         waiting = deque(enumerate(requests))
         free = deque(range(min(len(self.runner.history), MAX_BATCH)))
         active: dict[int, _Request] = {}
+        flight: _Flight | None = None
         while waiting or active:
-            if waiting and free:
+            if waiting and free and not (flight and flight.steps.in_flight):
                 index, request = waiting.popleft()
                 request.slot, request.begun = free.popleft(), time.perf_counter()
-                batch, logits = {index: request}, self._prefill(request)
-                active |= batch
+                active[index] = request
+                chosen = self._choose({index: request}, self._prefill(request))
+                request.first = time.perf_counter()
+            elif self.device.type == "cuda" and all(r.params.logprobs is None for r in active.values()):
+                flight, chosen = self._fly(flight, active)
             else:
-                batch = dict(active)
-                ids, slots = zip(*((r.sampled[-1].token_id, r.slot) for r in batch.values()), strict=True)
+                ids, slots = zip(*((r.sampled[-1].token_id, r.slot) for r in active.values()), strict=True)
                 with torch.inference_mode():
-                    logits = self.runner.decode(ids, slots)
-            chosen = self._choose(list(batch.values()), logits)
-            for (index, request), token in zip(batch.items(), chosen, strict=True):
-                if not request.sampled:
-                    request.first = time.perf_counter()
-                piece = request.accept(token)
+                    chosen = self._choose(active, self.runner.decode(ids, slots))
+            for index, token in chosen.items():
+                piece = active[index].accept(token)
                 if piece.output is not None:
                     free.append(active.pop(index).slot)
                 yield index, piece
 
     @torch.inference_mode()
-    def _choose(self, batch: Sequence[_Request], logits: Tensor) -> list[Sampled]:
-        """The next token of each row of logits (M, vocab)."""
-        greedy: list[int] = ops.argmax(logits).tolist() if any(r.sampler.takes_argmax for r in batch) else []
-        return [
-            r.sampler.sample_greedy(greedy[i]) if r.sampler.takes_argmax else r.sampler.sample(row)
-            for i, (r, row) in enumerate(zip(batch, logits, strict=True))
-        ]
+    def _fly(
+        self, flight: "_Flight | None", active: dict[int, _Request]
+    ) -> tuple["_Flight | None", dict[int, Sampled]]:
+        """One step of decoding that samples on the device. When the batch changes, the step in flight comes first."""
+        changed = flight is not None and flight.members != list(active)
+        if flight is None or (changed and not flight.steps.in_flight):
+            state = device_sampling([r.sampler for r in active.values()], self.config.vocab_size)
+            ids, slots = [r.sampled[-1].token_id for r in active.values()], [r.slot for r in active.values()]
+            flight, changed = _Flight(list(active), self.runner.sampled_steps(ids, slots, state)), False
+        last = changed or all(len(r.sampled) + 1 >= r.most for r in active.values())
+        tokens = zip(flight.members, flight.steps.next(last), strict=True)
+        chosen = {index: active[index].sampler.accept(token) for index, token in tokens if index in active}
+        return (None if changed else flight), chosen
+
+    @torch.inference_mode()
+    def _choose(self, batch: dict[int, _Request], logits: Tensor) -> dict[int, Sampled]:
+        """The next token of each request, from its row of logits (M, vocab)."""
+        samplers = [r.sampler for r in batch.values()]
+        greedy: list[int] = ops.argmax(logits).tolist() if any(s.takes_argmax for s in samplers) else []
+        chosen = (
+            s.accept(greedy[i]) if s.takes_argmax else s.sample(row)
+            for i, (s, row) in enumerate(zip(samplers, logits, strict=True))
+        )
+        return dict(zip(batch, chosen, strict=True))
 
 
 def select_device(name: str) -> torch.device:

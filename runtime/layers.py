@@ -36,6 +36,7 @@ class Step:
     positions: Tensor
     slots: Tensor
     cache: KVCache
+    one_sequence: bool = False  # all tokens follow each other in one slot: a prompt
 
 
 class Linear:
@@ -116,22 +117,18 @@ class Attention:
         parts = [(f"{name}.q_proj", q_size), (f"{name}.k_proj", kv_size), (f"{name}.v_proj", kv_size)]
         self.qkv = Linear(weights, parts, config.hidden_size, config.qkv_bias)
         self.o = Linear(weights, [(f"{name}.o_proj", config.hidden_size)], q_size, config.o_bias)
-        self.q_norm = self.k_norm = None
-        if config.qk_norm:
-            self.q_norm = RMSNorm(weights, f"{name}.q_norm", self.head_dim, config.norm_eps)
-            self.k_norm = RMSNorm(weights, f"{name}.k_norm", self.head_dim, config.norm_eps)
+        self.eps = config.norm_eps
+        norms = [weights.vector(f"{name}.{part}_norm.weight", self.head_dim) for part in "qk"] if config.qk_norm else []
+        self.q_norm, self.k_norm = norms or (None, None)
 
     def __call__(self, x: Tensor, step: Step) -> Tensor:
-        heads = self.qkv(x).view(x.shape[0], -1, self.head_dim)
-        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q)[0], self.k_norm(k)[0]
-        q = ops.rope(q, step.positions, self.rope.cos, self.rope.sin)
-        k = ops.rope(k, step.positions, self.rope.cos, self.rope.sin)
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
-        ops.kv_append(k, v, keys, values, step.slots, step.positions)
+        places = (step.positions, step.slots, self.rope.cos, self.rope.sin, keys, values)
+        q = ops.rope_append(qkv, *places, self.q_norm, self.k_norm, self.eps)
         scale = self.head_dim**-0.5
-        return self.o(ops.attention(q, keys, values, step.slots, step.positions, scale, self.window))
+        places = (keys, values, step.slots, step.positions)
+        return self.o(ops.attention(q, *places, scale, self.window, one_sequence=step.one_sequence))
 
 
 class Mlp:

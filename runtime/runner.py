@@ -1,4 +1,4 @@
-"""Runs a model against its KV cache: chunked prefill, and decode steps captured once per batch size and replayed."""
+"""Runs a model against its KV cache: chunked prefill, and decode steps captured once per batch and replayed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from nibblelm.config import DecoderConfig
 from nibblelm.errors import RequestError
 from nibblelm.kv_cache import KVCache
 from nibblelm.layers import Step
+from nibblelm.ops import SamplingState
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
 """Tokens per prefill step, fixed so that a prompt is always cut in the same places."""
@@ -26,27 +27,41 @@ class DecoderModel(Protocol):
 
 
 @dataclass(frozen=True)
-class _Captured:
-    """One decode step for M sequences: its input buffers, its program and its logits, all at fixed addresses."""
+class _DecodeStep:
+    """One decode step for M sequences: its inputs and its result at fixed addresses, and the program between them."""
 
     rows: Tensor  # (3, M) int32: ids, positions, slots
     program: Any
-    logits: Tensor
+    result: Tensor
 
     def load(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> None:
         self.rows.copy_(torch.tensor((ids, positions, slots), dtype=torch.int32))
 
 
+class _Eager:
+    """In place of a program: the step's own calls, every time."""
+
+    def __init__(self, body: Any, out: Tensor) -> None:
+        self._body, self._out = body, out
+
+    def replay(self) -> None:
+        self._out.copy_(self._body())
+
+
 class Runner:
     """A model with room for `slots` sequences of `capacity` positions.
 
-    `history[slot]` holds the token ids whose keys and values are in the cache.
+    `history[slot]` holds the token ids whose keys and values are in the cache. graph=False runs the same kernels call
+    by call instead of replaying a captured program.
     """
 
-    def __init__(self, model: DecoderModel, device: torch.device, kv_dtype: torch.dtype, capacity: int) -> None:
-        self.model, self.device, self.kv_dtype, self.capacity = model, device, kv_dtype, capacity
+    def __init__(
+        self, model: DecoderModel, device: torch.device, kv_dtype: torch.dtype, capacity: int, graph: bool = True
+    ) -> None:
+        self.model, self.device, self.kv_dtype, self.capacity, self.graph = model, device, kv_dtype, capacity, graph
         self.history: list[list[int]] = []
-        self._captured: dict[int, _Captured] = {}
+        self._steps: dict[tuple[int, bool], _DecodeStep] = {}
+        self._states: dict[tuple[int, bool], SamplingState] = {}
         self.reserve(1)
 
     def reserve(self, slots: int) -> None:
@@ -54,7 +69,7 @@ class Runner:
         if slots <= len(self.history):
             return
         c = self.model.config
-        self._captured.clear()
+        self._steps.clear()
         self.history = [[] for _ in range(slots)]
         self.cache = KVCache(c.layers, slots, c.kv_heads, self.capacity, c.head_dim, self.kv_dtype, self.device)
 
@@ -73,7 +88,7 @@ class Runner:
             last = min(first + chunk, len(ids))
             new = self._rows(ids[first:last], range(first, last), [slot] * (last - first))
             wanted = slice(None) if every_row else slice(last - first - 1, None)
-            logits = self.model.forward(Step(new[0], new[1], new[2], self.cache), wanted)
+            logits = self.model.forward(Step(new[0], new[1], new[2], self.cache, one_sequence=True), wanted)
             if every_row or last == len(ids):
                 parts.append(logits)
             self.history[slot] += ids[first:last]
@@ -82,24 +97,104 @@ class Runner:
     def decode(self, ids: Sequence[int], slots: Sequence[int]) -> Tensor:
         """Feed one token to each of M slots. Returns logits (M, vocab), fp32, valid until the next call."""
         positions = [len(self.history[slot]) for slot in slots]
-        captured = self._captured.get(len(ids))
-        if captured is None:
-            captured = self._captured[len(ids)] = self._capture(ids, positions, slots)
-        captured.load(ids, positions, slots)
-        captured.program.replay()
+        key = (len(ids), False)
+        if key not in self._steps:
+            rows = self._rows(ids, positions, slots)
+            self._steps[key] = self._recorded(rows, lambda: self._logits(rows))
+        step = self._steps[key]
+        step.load(ids, positions, slots)
+        step.program.replay()
         for slot, token in zip(slots, ids, strict=True):
             self.history[slot].append(token)
-        return captured.logits
+        return step.result
+
+    def sampled_steps(self, ids: Sequence[int], slots: Sequence[int], state: SamplingState) -> "SampledSteps":
+        """Decode with sampling on the device: each step feeds its tokens to the next. CUDA only.
+
+        `state` holds the sampling parameters of the M sequences, and is copied.
+        """
+        positions = [len(self.history[slot]) for slot in slots]
+        key = (len(ids), True)
+        wide = state.vocab_size > 0
+        if key not in self._steps or (self._states[key].vocab_size > 0) != wide:
+            rows = self._rows(ids, positions, slots)
+            vocab = self.model.config.vocab_size if wide else 0
+            own = self._states[key] = SamplingState.greedy(len(ids), self.device, vocab)
+            self._steps[key] = self._recorded(rows, lambda: self._feed(rows, ops.sample(self._logits(rows), own)))
+        for target, source in zip(self._states[key].tensors(), state.tensors(), strict=True):
+            if target is not None and source is not None:
+                target.copy_(source)
+        self._steps[key].load(ids, positions, slots)
+        return SampledSteps(self, self._steps[key], list(ids), list(slots))
 
     def kernels_per_step(self, batch: int) -> int:
-        """Kernels of a captured decode step for `batch` sequences, which must have run."""
-        return len(self._captured[batch].program)
+        """Kernels of the decode step for `batch` sequences that has run."""
+        step = self._steps.get((batch, True)) or self._steps[batch, False]
+        return len(step.program)
 
-    def _capture(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> _Captured:
-        rows = self._rows(ids, positions, slots)
+    def _logits(self, rows: Tensor) -> Tensor:
+        return self.model.forward(Step(rows[0], rows[1], rows[2], self.cache))
+
+    @staticmethod
+    def _feed(rows: Tensor, tokens: Tensor) -> Tensor:
+        """Make the tokens the next step's ids, at the next positions."""
+        rows[0].copy_(tokens)
+        rows[1].add_(1)
+        return tokens
+
+    def _recorded(self, rows: Tensor, body: Any) -> _DecodeStep:
+        """`body` as a program. On CUDA it runs once before it is captured, since first use of a kernel loads it."""
+        if not self.graph:
+            result = body()
+            return _DecodeStep(rows, _Eager(body, result), result)
+        if self.device.type == "cuda":
+            body()
         with ops.capture(self.device) as program:
-            logits = self.model.forward(Step(rows[0], rows[1], rows[2], self.cache))
-        return _Captured(rows, program, logits)
+            result = body()
+        return _DecodeStep(rows, program, result)
 
     def _rows(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Tensor:
         return torch.tensor((ids, positions, slots), dtype=torch.int32, device=self.device)
+
+
+class SampledSteps:
+    """A run of decode steps that sample on the device. `next` keeps one step in flight ahead of the host.
+
+    The host waits once per token: for the copy of a step's tokens, which the following step does not wait for.
+    """
+
+    def __init__(self, runner: Runner, step: _DecodeStep, ids: list[int], slots: list[int]) -> None:
+        self._runner, self._step, self._slots = runner, step, slots
+        self._fed = ids
+        self._host = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=True)
+        self._ready = [torch.cuda.Event(), torch.cuda.Event()]
+        self._launched = self._read = 0
+
+    def next(self, last: bool = False) -> list[int]:
+        """The tokens of the next step, one per sequence; `last` launches nothing beyond it."""
+        while self._launched < self._read + (1 if last else 2) and (self._launched == self._read or self._has_room()):
+            self._launch()
+        turn = self._read % 2
+        self._ready[turn].synchronize()
+        tokens: list[int] = self._host[turn].tolist()
+        for slot, token in zip(self._slots, self._fed, strict=True):
+            self._runner.history[slot].append(token)
+        self._fed = tokens
+        self._read += 1
+        return tokens
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step is launched whose tokens have not been read."""
+        return self._launched > self._read
+
+    def _has_room(self) -> bool:
+        ahead = self._launched - self._read
+        return all(len(self._runner.history[slot]) + ahead < self._runner.capacity for slot in self._slots)
+
+    def _launch(self) -> None:
+        turn = self._launched % 2
+        self._step.program.replay()
+        self._host[turn].copy_(self._step.result, non_blocking=True)
+        self._ready[turn].record()
+        self._launched += 1

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from nibblelm.errors import ConfigError, RequestError
+from nibblelm.ops.types import SamplingState
 
 MASK32 = 0xFFFFFFFF
 # generation_config.json may set these; the values are the defaults where it does not
@@ -215,10 +216,12 @@ class Sampler:
         plain = self._seen is None and self._output is None and not self._bias_ids.size
         return plain and self.params.temperature == 0 and self.params.logprobs is None
 
-    def sample_greedy(self, token_id: int) -> Sampled:
-        """Take the argmax that the device found; only where `takes_argmax`."""
-        assert self.takes_argmax
+    def accept(self, token_id: int) -> Sampled:
+        """Take a token that the device chose: the argmax where `takes_argmax`, else the draw of `device_sampling`."""
         self.position += 1
+        for counts in (self._seen, self._output):
+            if counts is not None:
+                counts.add(token_id)
         return Sampled(token_id)
 
     def sample(self, logits: Tensor) -> Sampled:
@@ -231,13 +234,8 @@ class Sampler:
             raise RequestError(f"the largest logit is {peak}: the model's output, or the logit bias, is not usable")
         if self.params.temperature != 0:
             token_id = self._draw(x, peak)
-        self.position += 1
-        for counts in (self._seen, self._output):
-            if counts is not None:
-                counts.add(token_id)
-        if self.params.logprobs is None:
-            return Sampled(token_id)
-        return token_logprobs(raw, token_id, self.params.logprobs)
+        accepted = self.accept(token_id)
+        return accepted if self.params.logprobs is None else token_logprobs(raw, token_id, self.params.logprobs)
 
     def _processed(self, logits: Tensor) -> Tensor:
         """Steps 1 to 3 of the order above."""
@@ -264,6 +262,30 @@ class Sampler:
         order = np.argsort(ids)
         sums = np.cumsum(weights.numpy()[order])
         return int(ids[order[np.searchsorted(sums, u * sums[-1], side="right")]])
+
+
+def device_sampling(samplers: Sequence[Sampler], vocab_size: int) -> SamplingState:
+    """What `ops.sample` needs to go on where these samplers stand, a row for each, on the CPU."""
+    wide = any(s._seen is not None or s._output is not None or s._bias_ids.size for s in samplers)
+    state = SamplingState.greedy(len(samplers), torch.device("cpu"), vocab_size if wide else 0)
+    for row, sampler in enumerate(samplers):
+        p = sampler.params
+        values = (p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty)
+        for tensor, value in zip(state.tensors(), (*values, p.frequency_penalty), strict=False):
+            assert tensor is not None
+            assert value is not None
+            tensor[row] = value
+        state.seeds[row] = sampler.seed - (1 << 64) * (sampler.seed >> 63)  # the same bits, signed
+        state.steps[row] = sampler.position
+        if state.bias is None or state.prompt is None or state.counts is None:
+            continue
+        state.bias[row, torch.from_numpy(sampler._bias_ids)] = torch.from_numpy(sampler._bias)
+        if sampler._seen is not None:
+            state.prompt[row, torch.from_numpy(sampler._seen.ids)] = 1
+        if sampler._output is not None:
+            counts = torch.from_numpy(sampler._output.counts).int()
+            state.counts[row, torch.from_numpy(sampler._output.ids)] = counts
+    return state
 
 
 def kept_tokens(x: Tensor, peak: float, params: SamplingParams) -> tuple[np.ndarray | None, Tensor]:

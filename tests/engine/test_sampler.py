@@ -269,7 +269,7 @@ def test_greedy_takes_the_lowest_of_equals(size: int) -> None:
     sampler = Sampler(SamplingParams(temperature=0), size)
     assert sampler.takes_argmax
     expected = int(np.flatnonzero(logits.numpy() == logits.max().item())[0])
-    assert sampler.sample(logits).token_id == sampler.sample_greedy(expected).token_id == expected
+    assert sampler.sample(logits).token_id == sampler.accept(expected).token_id == expected
     assert sampler.position == 2
     banned = Sampler(SamplingParams(temperature=0, logit_bias={expected: -math.inf}), size)
     assert not banned.takes_argmax
