@@ -172,6 +172,9 @@ BENCHMARKS: dict[str, Callable[[Limits, bool], Iterator[Row]]] = {"linear": benc
 
 
 def main() -> None:
+    from bench_rows import BENCHMARKS as OTHER_OPS  # it imports this file's helpers
+
+    BENCHMARKS.update(OTHER_OPS)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default=",".join(BENCHMARKS), help="comma-separated: " + ", ".join(BENCHMARKS))
     parser.add_argument("--quick", action="store_true", help="fewer row counts")

@@ -1,0 +1,168 @@
+"""Benchmarks of the CUDA ops other than linear, for bench_ops.py: one function per op, each yielding `Row`s."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from bench_ops import DEVICE, Limits, Row, copies, time_us
+from torch import Tensor
+from torch.nn import functional
+
+from nibblelm import ops
+from nibblelm.ops import cuda_ops
+from nibblelm.ops.types import SamplingState
+
+BF16 = torch.bfloat16
+
+
+def moving(
+    op: str, shape: str, dtype: str, nbytes: int, time: float, peak: float, baseline: str, baseline_time: float
+) -> Row:
+    """A row for an op that moves memory: percent of the peak it can reach, copy or read."""
+    gb_s = nbytes / time / 1e3
+    return Row(op, shape, dtype, time, gb_s, None, 100 * gb_s / peak, baseline, baseline_time)
+
+
+@triton.jit
+def triton_softmax_kernel(x, y, columns, block: tl.constexpr):  # pyright: ignore  # noqa: ANN001, ANN201
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, block)
+    values = tl.load(x + row * columns + offsets, mask=offsets < columns, other=-float("inf"))
+    values = tl.exp(values - tl.max(values, 0))
+    tl.store(y + row * columns + offsets, values / tl.sum(values, 0), mask=offsets < columns)
+
+
+def triton_softmax(warps: int, x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    triton_softmax_kernel[(x.shape[0],)](x, y, x.shape[1], block=triton.next_power_of_2(x.shape[1]), num_warps=warps)
+    return y
+
+
+def bench_softmax(limits: Limits, quick: bool) -> Iterator[Row]:
+    sizes = [128, 1024, 8192, 32768, 128256, 131072] if quick else [2**n for n in range(7, 18)] + [128256]
+    for columns in sorted(sizes):
+        rows = 2**27 // columns
+        buffers = [torch.randn(rows, columns, device=DEVICE) for _ in range(2)]
+        nbytes = 2 * buffers[0].nbytes
+        time = time_us(ops.softmax, buffers, 10)
+        best = [("torch.softmax", time_us(partial(torch.softmax, dim=-1), buffers, 5))]
+        if columns <= 65536:
+            warps = 4 if columns <= 2048 else 8 if columns <= 8192 else 32
+            best.append((f"Triton, {warps} warps", time_us(partial(triton_softmax, warps), buffers, 5)))
+        baseline = min(best, key=lambda pair: pair[1])
+        yield moving("softmax", f"{rows}x{columns}", "fp32", nbytes, time, limits.copy_gb_s, *baseline)
+    if not quick:
+        for form in ("block", "cluster", "online"):
+            x = [torch.randn(2**27 // 16384, 16384, device=DEVICE) for _ in range(2)]
+            time = time_us(partial(cuda_ops.softmax, form=form), x, 10)
+            yield moving("softmax", f"8192x16384 {form}", "fp32", 2 * x[0].nbytes, time, limits.copy_gb_s, "", 0)
+
+
+def bench_norms(limits: Limits, quick: bool) -> Iterator[Row]:
+    for dtype, label in ((torch.float32, "fp32"), (BF16, "bf16")):
+        for rows, columns in ((1, 4096), (2**26 // 4096, 4096)) if quick else (
+            (1, 4096), (2**26 // 1024, 1024), (2**26 // 4096, 4096), (2**26 // 8192, 8192)
+        ):  # fmt: skip
+            count = 8 if rows == 1 else 3
+            buffers = [torch.randn(rows, columns, device=DEVICE).to(dtype) for _ in range(count)]
+            weight, bias = torch.randn(columns, device=DEVICE), torch.randn(columns, device=DEVICE)
+            like, like_bias = weight.to(dtype), bias.to(dtype)
+            nbytes, peak, shape = 2 * buffers[0].nbytes, limits.copy_gb_s, f"{rows}x{columns}"
+            time = time_us(lambda x, w=weight: ops.rms_norm(x, w, 1e-5), buffers)
+            base = time_us(lambda x, w=like, n=columns: functional.rms_norm(x, (n,), w, 1e-5), buffers)
+            yield moving("rms_norm", shape, label, nbytes, time, peak, "F.rms_norm", base)
+            time = time_us(lambda x, w=weight, b=bias: ops.layer_norm(x, w, b, 1e-5), buffers)
+            base = time_us(
+                lambda x, w=like, b=like_bias, n=columns: functional.layer_norm(x, (n,), w, b, 1e-5), buffers
+            )
+            yield moving("layer_norm", shape, label, nbytes, time, peak, "F.layer_norm", base)
+
+
+def caches(length: int, batch: int, count: int) -> list[tuple[Tensor, Tensor]]:
+    shape = (batch, 8, length, 128)
+    return [tuple(torch.randn(shape, device=DEVICE).to(BF16) for _ in range(2)) for _ in range(count)]  # type: ignore[misc]
+
+
+def bench_decode_attention(limits: Limits, quick: bool) -> Iterator[Row]:
+    """32 query and 8 KV heads of 128, bf16; the KV cache is read once."""
+    cases = [(1024, 1), (8192, 1), (32768, 1), (131072, 1)] + ([] if quick else [(128, 1), (4096, 32)])
+    for length, batch in cases:
+        q = torch.randn(batch, 32, 128, device=DEVICE).to(BF16)
+        nbytes = 2 * batch * 8 * length * 128 * 2
+        pairs = caches(length, batch, copies(nbytes))
+        slots = torch.arange(batch, device=DEVICE).int()
+        positions = torch.full((batch,), length - 1, device=DEVICE).int()
+
+        def ours(kv: Any, q: Tensor = q, slots: Tensor = slots, positions: Tensor = positions) -> Tensor:
+            return ops.attention(q, *kv, slots, positions, 128**-0.5)
+
+        def sdpa(kv: Any, q: Tensor = q) -> Tensor:
+            return functional.scaled_dot_product_attention(q.unsqueeze(2), *kv, enable_gqa=True)
+
+        time, base = time_us(ours, pairs), time_us(sdpa, pairs)
+        yield moving("decode", f"B={batch} L={length}", "bf16", nbytes, time, limits.read_gb_s, "SDPA", base)
+        del pairs
+        torch.cuda.empty_cache()
+
+
+def bench_prefill_attention(limits: Limits, quick: bool) -> Iterator[Row]:
+    """Causal, 32 query and 8 KV heads of 128, bf16; half the products count."""
+    for length in (2048, 8192):
+        pairs = caches(length, 1, 4)
+        q = torch.randn(length, 32, 128, device=DEVICE).to(BF16)
+        slots = torch.zeros(length, device=DEVICE).int()
+        positions = torch.arange(length, device=DEVICE).int()
+        heads_first = q.transpose(0, 1).unsqueeze(0).contiguous()
+
+        def ours(kv: Any, q: Tensor = q, slots: Tensor = slots, positions: Tensor = positions) -> Tensor:
+            return ops.attention(q, *kv, slots, positions, 128**-0.5, one_sequence=True)
+
+        def sdpa(kv: Any, q: Tensor = heads_first) -> Tensor:
+            return functional.scaled_dot_product_attention(q, *kv, is_causal=True, enable_gqa=True)
+
+        time, base = time_us(ours, pairs, 5), time_us(sdpa, pairs, 5)
+        rate = 2 * length * length * 128 * 32 / time / 1e6
+        percent = 100 * rate / limits.bf16_tflop_s
+        yield Row("prefill", f"L={length} causal", "bf16", time, None, rate, percent, "SDPA", base)
+
+
+def bench_small(limits: Limits, quick: bool) -> Iterator[Row]:
+    """The remaining ops of a step, at M = 1 (where the launch is what counts) and at sizes that fill the device."""
+    for rows in (1, 4096):
+        buffers = [torch.randn(rows, 28672, device=DEVICE).to(BF16) for _ in range(8 if rows == 1 else 3)]
+        time = time_us(ops.swiglu, buffers)
+        base = time_us(lambda x: functional.silu(x[:, :14336]) * x[:, 14336:], buffers)
+        nbytes = buffers[0].nbytes * 3 // 2
+        yield moving("swiglu", f"{rows}x2x14336", "bf16", nbytes, time, limits.copy_gb_s, "torch", base)
+    for rows in (1, 16, 1024):
+        buffers = [torch.randn(rows, 128256, device=DEVICE) * 3 for _ in range(16 if rows < 1024 else 2)]
+        time, base = time_us(ops.argmax, buffers), time_us(partial(torch.argmax, dim=-1), buffers)
+        nbytes, peak = buffers[0].nbytes, limits.read_gb_s
+        yield moving("argmax", f"{rows}x128256", "fp32", nbytes, time, peak, "torch.argmax", base)
+        if rows > 16:
+            continue
+        for name, fields in (("T", {}), ("T top-p", {"top_p": 0.95}), ("T top-k top-p", {"top_p": 0.95, "top_k": 50})):
+            state = SamplingState.greedy(rows, DEVICE)
+            state.temperature.fill_(0.8)
+            for field, value in fields.items():
+                getattr(state, field).fill_(value)
+            time = time_us(lambda x, state=state: ops.sample(x, state), buffers)
+            base = time_us(lambda x: torch.multinomial(torch.softmax(x / 0.8, -1), 1), buffers)
+            yield moving("sample", f"{rows}x128256 {name}", "fp32", nbytes, time, peak, "softmax+multinomial", base)
+    qkv = [torch.randn(1, 48, 128, device=DEVICE).to(BF16) for _ in range(8)]
+    cos = torch.rand(8192, 64, device=DEVICE)
+    kv, slot = caches(8192, 1, 1)[0], torch.zeros(1, device=DEVICE).int()
+    time = time_us(lambda x: ops.rope_append(x, slot, slot, cos, cos, *kv), qkv)
+    yield Row("rope_append", "1x48x128", "bf16", time)
+
+
+BENCHMARKS: dict[str, Callable[[Limits, bool], Iterator[Row]]] = {
+    "softmax": bench_softmax,
+    "norms": bench_norms,
+    "decode": bench_decode_attention,
+    "prefill": bench_prefill_attention,
+    "small": bench_small,
+}

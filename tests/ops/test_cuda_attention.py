@@ -1,0 +1,237 @@
+"""CUDA attention against float64: every kernel, mask and head size, decode and prefill, and rows on their own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.ops import cuda
+
+USABLE, REASON = cuda.available()
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
+pytestmark = gpu
+DEVICE = torch.device("cuda")
+BF16, FP32 = torch.bfloat16, torch.float32
+# Of the sum of p |v|: weights and result are each rounded to bf16, 2^-8 at most; in fp32 what counts is the rounding of
+# the scores, about 1e-6 times a score of at most 10.
+BOUND = {BF16: 2.0**-7, FP32: 2e-5}
+
+
+def make(
+    m: int, heads: int, kv_heads: int, d: int, capacity: int, dtype: torch.dtype, slots: int = 1, seed: int = 0
+) -> dict[str, Any]:
+    """Inputs with garbage (NaN) at every position that nobody may read."""
+    g = torch.Generator(device=DEVICE).manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device=DEVICE).to(dtype)
+
+    return {
+        "q": normal(m, heads * d + 16)[:, : heads * d].unflatten(1, (heads, d)),
+        "k_cache": normal(slots, kv_heads, capacity, d),
+        "v_cache": normal(slots, kv_heads, capacity, d),
+        "slots": torch.zeros(m, dtype=torch.int32, device=DEVICE),
+        "positions": torch.arange(capacity - m, capacity, dtype=torch.int32, device=DEVICE),
+        "scale": d**-0.5,
+    }
+
+
+def oracle(c: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
+    """Float64 attention with every mask written out as a matrix: the result and the same with |v|."""
+    q, k_cache, v_cache = (c[name].double() for name in ("q", "k_cache", "v_cache"))
+    m, heads, _ = q.shape
+    per_kv, columns = heads // k_cache.shape[1], torch.arange(k_cache.shape[2], device=DEVICE)
+    position = c["positions"].long().view(m, 1)
+    allowed = columns <= position
+    if (prefix := options.get("prefix_lengths")) is not None:
+        allowed |= columns < prefix.view(m, 1)
+    if window := options.get("window", 0):
+        allowed &= columns > position - window
+    if (starts := options.get("starts")) is not None:
+        allowed &= columns >= starts[c["slots"].long()].view(m, 1)
+    out, magnitude = [], []
+    for row in range(m):
+        k, v = (t[c["slots"][row]].repeat_interleave(per_kv, 0) for t in (k_cache, v_cache))
+        seen = allowed[row].clone()
+        scores = torch.einsum("hd,hpd->hp", q[row], k.masked_fill(~seen.view(1, -1, 1), 0)) * c["scale"]
+        if softcap := options.get("softcap", 0.0):
+            scores = softcap * torch.tanh(scores / softcap)
+        if (slopes := options.get("alibi_slopes")) is not None:
+            scores = scores + slopes.double().view(-1, 1) * (columns - position[row])
+        if (mask := options.get("mask")) is not None:
+            seen[mask.shape[1] :] = False
+            scores = scores + torch.nn.functional.pad(mask[row].double(), (0, columns.numel() - mask.shape[1]))
+        p = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).nan_to_num(0.0)
+        v = v.masked_fill(~seen.view(1, -1, 1), 0)
+        out.append(torch.einsum("hp,hpd->hd", p, v).flatten())
+        magnitude.append(torch.einsum("hp,hpd->hd", p, v.abs()).flatten())
+    return torch.stack(out), torch.stack(magnitude)
+
+
+def check(c: dict[str, Any], one_sequence: bool = False, **options: Any) -> Tensor:
+    got = ops.attention(**c, **options, one_sequence=one_sequence)
+    want, magnitude = oracle(c, **options)
+    bound = BOUND[c["q"].dtype] if c["k_cache"].dtype == c["q"].dtype else BOUND[BF16]
+    assert got.isfinite().all()
+    assert ((got.double() - want).abs() <= bound * (magnitude + 1e-3)).all(), (got.double() - want).abs().max()
+    return got
+
+
+def options_of(name: str, m: int, heads: int, capacity: int, slots: int) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(5)
+    if name == "window":
+        return {"window": 37}
+    if name == "softcap":
+        return {"softcap": 3.0}
+    if name == "alibi":
+        return {"alibi_slopes": (2.0 ** -torch.linspace(1, 8, heads)).to(DEVICE)}
+    if name == "prefix":
+        return {"prefix_lengths": torch.randint(0, capacity, (m,), generator=g).int().to(DEVICE)}
+    if name == "starts":
+        return {"starts": torch.randint(0, capacity, (slots,), generator=g).int().to(DEVICE)}
+    if name == "mask":
+        mask = torch.randn(m, capacity - 3, generator=g)
+        mask[:, ::5] = -torch.inf
+        mask[0] = -torch.inf
+        return {"mask": mask.to(DEVICE)}
+    return {}
+
+
+OPTIONS = ["plain", "window", "softcap", "alibi", "prefix", "starts", "mask"]
+# (head_dim, dtype): every tensor-core size, then the plain kernel in each of its four widths and both cache types
+HEADS = [(64, BF16), (128, BF16), (256, BF16), (8, BF16), (40, BF16), (80, BF16), (192, BF16)]
+HEADS += [(8, FP32), (64, FP32), (128, FP32), (256, FP32)]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("option", ["plain", "mask"])
+@pytest.mark.parametrize(("d", "dtype"), HEADS)
+def test_small(d: int, dtype: torch.dtype, option: str) -> None:
+    """Each kernel, with and without options, few positions: decode of one split and of three, and prefill."""
+    for capacity in (19, 600):
+        c = make(2, 4, 2, d, capacity, dtype)
+        check(c, **options_of(option, 2, 4, capacity, 1))
+    c = make(33, 2, 1, d, 50, dtype)
+    check(c, one_sequence=True, **options_of(option, 33, 2, 50, 1))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP32), (8, FP32)])
+def test_decode_options(d: int, dtype: torch.dtype, option: str) -> None:
+    c = make(5, 8, 2, d, 1500, dtype, slots=3)
+    c["slots"] = torch.tensor([2, 0, 1, 1, 0], dtype=torch.int32, device=DEVICE)
+    c["positions"] = torch.tensor([0, 255, 256, 777, 1499], dtype=torch.int32, device=DEVICE)
+    check(c, **options_of(option, 5, 8, 1500, 3))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP32), (8, FP32)])
+def test_prefill_options(d: int, dtype: torch.dtype, option: str) -> None:
+    """A chunk of 331 rows that starts at position 172, with a ragged last tile."""
+    c = make(331, 4, 2, d, 503, dtype, slots=2)
+    c["slots"].fill_(1)
+    check(c, one_sequence=True, **options_of(option, 331, 4, 503, 2))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (71, 1), (12, 2), (32, 8)])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_groups_of_heads(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """From one head a KV head to 71: more than the columns of one tensor-core tile and than one block."""
+    check(make(3, heads, kv_heads, 64, 300, dtype))
+    check(make(40, heads, kv_heads, 64, 77, dtype), one_sequence=True)
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 17, 63, 255, 256, 257, 4099, 33000])
+def test_lengths(capacity: int) -> None:
+    """The last takes splits of twice the usual span."""
+    check(make(1, 4, 1, 128, capacity, BF16))
+    check(make(1, 4, 1, 72, capacity, FP32))
+
+
+def test_unwritten_positions_are_not_read() -> None:
+    for dtype in (BF16, FP32):
+        for m, one_sequence in ((1, False), (40, True)):
+            c = make(m, 4, 2, 128, 700, dtype)
+            c["positions"] -= 123
+            for name in ("k_cache", "v_cache"):
+                c[name][:, :, 700 - 123 :] = torch.nan
+            got = ops.attention(**c, one_sequence=one_sequence)
+            for name in ("k_cache", "v_cache"):
+                c[name] = c[name].nan_to_num(1.0)
+            assert torch.equal(got, ops.attention(**c, one_sequence=one_sequence))
+            check(c, one_sequence=one_sequence)
+
+
+def test_rows_that_see_nothing_give_zeros() -> None:
+    for dtype in (BF16, FP32):
+        for m, one_sequence in ((3, False), (40, True)):
+            c = make(m, 4, 2, 64, 600, dtype)
+            mask = torch.zeros(m, 600, device=DEVICE)
+            mask[1] = -torch.inf
+            got = check(c, one_sequence=one_sequence, mask=mask)
+            assert got[1].eq(0).all()
+            starts = torch.tensor([598], dtype=torch.int32, device=DEVICE)
+            got = check(c, one_sequence=one_sequence, starts=starts)
+            assert got[0].eq(0).all()
+            if not one_sequence:
+                c["slots"][2] = -1
+                assert ops.attention(**c)[2].eq(0).all()
+
+
+@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP32)])
+def test_rows_do_not_depend_on_each_other(d: int, dtype: torch.dtype) -> None:
+    """Bit for bit: a decode batch equals its rows alone, a prefill chunk equals the same rows in two chunks."""
+    c = make(9, 8, 2, d, 2100, dtype, slots=9)
+    c["slots"] = torch.randperm(9, device=DEVICE).int()
+    c["positions"] = torch.tensor([0, 5, 100, 255, 256, 900, 1700, 2098, 2099], dtype=torch.int32, device=DEVICE)
+    whole = ops.attention(**c)
+    for m in range(9):
+        row = {name: c[name][m : m + 1] for name in ("q", "slots", "positions")}
+        assert torch.equal(whole[m : m + 1], ops.attention(**(c | row)))
+    c = make(300, 4, 2, d, 420, dtype)
+    whole = ops.attention(**c, one_sequence=True)
+    for first, last in ((0, 77), (77, 300)):
+        rows = {name: c[name][first:last] for name in ("q", "slots", "positions")}
+        assert torch.equal(whole[first:last], ops.attention(**(c | rows), one_sequence=True))
+
+
+def test_merging_is_associative() -> None:
+    """A long row over many splits equals float64 also where the maximum sits in the first, middle or last split."""
+    for place in (0, 2000, 4098):
+        c = make(1, 4, 1, 128, 4099, BF16)
+        c["k_cache"][:, :, place] = c["q"][0, 0] * 4
+        check(c)
+
+
+def test_mixed_dtypes() -> None:
+    c = make(3, 4, 2, 64, 300, BF16)
+    c["q"] = c["q"].float()
+    check(c)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_repeats_bit_for_bit_and_in_a_graph(dtype: torch.dtype) -> None:
+    c = make(4, 8, 2, 128, 3000, dtype)
+    c["positions"] = torch.tensor([2999, 10, 256, 1800], dtype=torch.int32, device=DEVICE)
+    want = ops.attention(**c)
+    with cuda.programmatic_launch(True), ops.capture(DEVICE) as program:
+        out = ops.attention(**c)
+    for _ in range(50):
+        program.replay()
+    assert torch.equal(out, want)
+    c["positions"].copy_(torch.tensor([1, 2999, 300, 0], dtype=torch.int32, device=DEVICE))
+    program.replay()
+    assert torch.equal(out, ops.attention(**c))
+    check(c)
+
+
+def test_contract_errors() -> None:
+    c = make(2, 4, 2, 64, 30, BF16)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        ops.attention(**make(2, 4, 2, 12, 30, FP32))
+    with pytest.raises(ValueError, match="int32"):
+        ops.attention(**(c | {"positions": c["positions"].long()}))
+    with pytest.raises(ValueError, match="mask"):
+        ops.attention(**c, mask=torch.zeros(3, 30, device=DEVICE))

@@ -1,0 +1,146 @@
+"""CUDA norms, rotary embedding and KV writes against float64, over odd sizes and strides."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.ops import cuda, reference
+
+USABLE, REASON = cuda.available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
+DEVICE = torch.device("cuda")
+BF16, FP32 = torch.bfloat16, torch.float32
+DTYPES = [BF16, FP32]
+ROUNDING = {BF16: 2.0**-8, FP32: 2.0**-20}  # of a result in bf16; of a few operations and a sum in fp32
+
+
+def close(got: Tensor, want: Tensor, scale: float = 1.0) -> None:
+    """Within the dtype's rounding of each value, plus as much of `scale` for cancellation."""
+    error = (got.double() - want.double()).abs()
+    assert got.isfinite().all()
+    assert (error <= ROUNDING[got.dtype] * (want.double().abs() + scale * 1e-2)).all(), error.max()
+
+
+def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def norm_oracle(kind: str, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus_one: bool) -> Tensor:
+    h = h.double()
+    h = h - h.mean(-1, keepdim=True) if kind == "layer" else h
+    y = h / torch.sqrt((h * h).mean(-1, keepdim=True) + eps) * (weight.double() + (1 if plus_one else 0))
+    return y if bias is None else y + bias.double()
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("columns", [1, 3, 17, 63, 64, 172, 331, 2048, 4099, 4096])
+def test_norms(kind: str, columns: int, dtype: torch.dtype) -> None:
+    for m in (1, 3, 17):
+        wide = normal(m, columns + 24, dtype=dtype) * 3 + 1
+        x, residual = wide[:, :columns], normal(m, columns, dtype=dtype, seed=1)
+        weight, bias = normal(columns, seed=2), normal(columns, seed=3)
+        for plus_one, with_bias, added in ((False, False, None), (True, True, residual)):
+            h = x if added is None else x + added
+            if kind == "rms":
+                y, got_h = ops.rms_norm(x, weight, 1e-5, added, plus_one)
+                want = norm_oracle(kind, h, weight, None, 1e-5, plus_one)
+            else:
+                y, got_h = ops.layer_norm(x, weight, bias if with_bias else None, 1e-5, added)
+                want = norm_oracle(kind, h, weight, bias if with_bias else None, 1e-5, False)
+            assert torch.equal(got_h, h)
+            if kind == "rms" or columns > 1:  # the LayerNorm of one column is its bias, up to cancellation
+                close(y, want, scale=100)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_long_rows_and_batch(dtype: torch.dtype) -> None:
+    x, weight = normal(40, 20000, dtype=dtype), normal(20000)
+    whole = ops.rms_norm(x, weight, 1e-6)[0]
+    close(whole, norm_oracle("rms", x, weight, None, 1e-6, False))
+    assert torch.equal(whole[7:8], ops.rms_norm(x[7:8], weight, 1e-6)[0])
+    x = x * 1e4  # squares far beyond bf16 and fp16
+    close(ops.rms_norm(x, weight, 1e-6)[0], norm_oracle("rms", x, weight, None, 1e-6, False))
+    x = normal(3, 4096, dtype=FP32) + 1000  # LayerNorm of a large mean: two passes keep the digits
+    got = ops.layer_norm(x, weight[:4096], None, 1e-6)[0]
+    error = (got.double() - norm_oracle("layer", x, weight[:4096], None, 1e-6, False)).norm() / got.norm()
+    assert error < 1e-4
+    with pytest.raises(ValueError, match="49152"):
+        ops.rms_norm(normal(1, 50000), normal(50000), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qk_norm(dtype: torch.dtype) -> None:
+    qkv = normal(5, 12, 64, dtype=dtype)
+    q, weight = qkv[:, 2:9], normal(64)
+    y, h = ops.rms_norm(q, weight, 1e-6)
+    assert y.shape == q.shape
+    assert h is q
+    close(y, norm_oracle("rms", q, weight, None, 1e-6, False))
+
+
+def tables(positions: int, half: int) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(positions).double().unsqueeze(1) * 10000.0 ** (-torch.arange(half).double() / half)
+    return angles.cos().float().to(DEVICE), angles.sin().float().to(DEVICE)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("d", "rotated", "streams"), [(8, 8, 1), (64, 64, 1), (128, 32, 1), (80, 20, 1), (128, 64, 2)])
+def test_rope(d: int, rotated: int, streams: int, interleaved: bool, dtype: torch.dtype) -> None:
+    for m, heads in ((1, 1), (5, 3), (33, 32)):
+        x = normal(m, heads * d + 8, dtype=dtype)[:, : heads * d].unflatten(1, (heads, d))
+        positions = torch.randint(0, 500, (2, m)).int()
+        positions = positions if streams == 2 else positions[0]
+        cos, sin = tables(500, rotated // 2)
+        want = reference.rope(x.cpu().float(), positions, cos.cpu(), sin.cpu(), interleaved)
+        got = ops.rope(x, positions.to(DEVICE), cos, sin, interleaved)
+        assert got is x
+        close(got.cpu(), want, scale=100)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", DTYPES)
+@pytest.mark.parametrize(("normed", "streams"), [(False, 1), (True, 1), (False, 2)])
+def test_rope_append(normed: bool, streams: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """The fused kernel writes the bits that rms_norm, rope and kv_append write one after the other."""
+    for m, heads, kv_heads, d in ((1, 4, 4, 8), (7, 6, 2, 80), (3, 32, 8, 128), (2, 2, 1, 256)):
+        qkv = normal(m, heads + 2 * kv_heads, d, dtype=dtype)
+        slots = torch.arange(m, device=DEVICE).int()
+        positions = torch.randint(0, 64, (2, m)).int().to(DEVICE)
+        positions = positions if streams == 2 else positions[0].contiguous()
+        cos, sin = tables(64, d // 2 // streams)
+        norm = normal(d, seed=4) if normed else None
+        caches = [torch.zeros(m, kv_heads, 64, d, dtype=cache_dtype, device=DEVICE) for _ in range(4)]
+        q, k, v = qkv.clone().split((heads, kv_heads, kv_heads), 1)
+        if norm is not None:
+            q, k = ops.rms_norm(q, norm, 1e-6, None, True)[0], ops.rms_norm(k, norm, 1e-6, None, True)[0]
+        want = ops.rope(q, positions, cos, sin)
+        ops.rope(k, positions, cos, sin)
+        main = positions if streams == 1 else positions[0]
+        ops.kv_append(k, v, caches[0], caches[1], slots, main)
+        got = ops.rope_append(qkv, positions, slots, cos, sin, *caches[2:], norm, norm, 1e-6, True)
+        for new, old in ((got, want), (caches[2], caches[0]), (caches[3], caches[1])):
+            if normed:  # the squares are added in another order: now and then a norm rounds the other way
+                assert (new - old).abs().max() <= 4 * ROUNDING[new.dtype] * old.abs().max()
+            else:
+                assert torch.equal(new, old)
+        written = caches[1][slots.long(), :, main.long()]
+        assert torch.equal(written, v.to(cache_dtype))
+
+
+@pytest.mark.sanitize
+def test_kv_append_leaves_the_rest_alone() -> None:
+    k, v = normal(3, 2, 16), normal(3, 2, 16, seed=1)
+    caches = [torch.full((2, 2, 9, 16), 7.0, dtype=BF16, device=DEVICE) for _ in range(2)]
+    slots = torch.tensor([1, -1, 0], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([8, 3, 9], dtype=torch.int32, device=DEVICE)  # the second is idle, the third beyond
+    ops.kv_append(k, v, caches[0], caches[1], slots, positions)
+    for cache, new in zip(caches, (k, v), strict=True):
+        assert torch.equal(cache[1, :, 8], new[0].to(BF16))
+        cache[1, :, 8] = 7.0
+        assert cache.eq(7).all()

@@ -1,0 +1,115 @@
+"""Sampling on the device: the tokens of the CPU sampler for equal logits, and its distribution."""
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.ops import cuda, reference
+from nibblelm.ops.types import SamplingState
+
+USABLE, REASON = cuda.available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
+DEVICE = torch.device("cuda")
+FILTERS = [
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 7},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 2.0, "top_p": 0.0},
+    {"temperature": 0.9, "min_p": 0.05},
+    {"temperature": 1.5, "top_k": 50, "top_p": 0.8, "min_p": 0.01},
+    {"temperature": 0.8, "top_p": 0.95, "repetition": 1.3, "presence": 0.4, "frequency": 0.2},
+]
+
+
+def state_of(rows: int, vocab: int, device: torch.device, fields: dict[str, float]) -> SamplingState:
+    """Parameters alone for vocab 0, else also room for bias, prompt and counts."""
+    state = SamplingState.greedy(rows, device, vocab)
+    for name, value in fields.items():
+        getattr(state, name).fill_(value)
+    state.seeds.copy_(torch.arange(rows) * 977 - 5)
+    return state
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("filters", FILTERS)
+@pytest.mark.parametrize("vocab", [1, 17, 331, 5000, 40000, 151936])
+def test_tokens_of_the_reference(vocab: int, filters: dict[str, float]) -> None:
+    """Three rows, three steps. Sums of fp32 exponentials against float64: one draw in a million may differ."""
+    here, there = (state_of(3, vocab, d, filters) for d in (torch.device("cpu"), DEVICE))
+    g = torch.Generator().manual_seed(vocab)
+    bias, prompt = torch.randn(3, vocab, generator=g), torch.rand(3, vocab, generator=g).round().to(torch.uint8)
+    for state in (here, there):
+        assert state.bias is not None
+        assert state.prompt is not None
+        state.bias.copy_(bias)
+        state.prompt.copy_(prompt)
+    for _ in range(3):
+        logits = torch.randn(3, vocab, generator=g) * 3
+        assert ops.sample(logits.to(DEVICE), there).tolist() == reference.sample(logits, here).tolist()
+    assert here.counts is not None
+    assert there.counts is not None
+    assert torch.equal(here.counts, there.counts.cpu())
+    assert there.steps.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("filters", FILTERS[1:7])
+def test_many_draws_and_ties(filters: dict[str, float]) -> None:
+    """4,000 draws of logits in whole steps, so that filters cut among equals; at most one may differ by rounding."""
+    vocab, rows = 331, 2000
+    here, there = (state_of(rows, 0, d, filters) for d in (torch.device("cpu"), DEVICE))
+    logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(1)) * 2).round()
+    differ = sum(
+        int((ops.sample(logits.to(DEVICE), there).cpu() != reference.sample(logits, here)).sum()) for _ in range(2)
+    )
+    assert differ <= 1
+
+
+def chi_square(draws: Tensor, weights: Tensor) -> float:
+    """The p-value of drawn ids against weights (V,), pooling ids expected fewer than ten times."""
+    expected = weights / weights.sum() * draws.numel()
+    observed = torch.bincount(draws.long(), minlength=weights.numel()).double()
+    assert observed[weights == 0].eq(0).all()
+    common = expected >= 10
+    pool = [torch.cat((t[common], t[~common].sum().view(1))) for t in (observed, expected)]
+    if pool[1][-1] < 5:
+        pool = [t[:-1] for t in pool]
+        pool[1] = pool[1] * pool[0].sum() / pool[1].sum()
+    return float(stats.chisquare(pool[0].numpy(), pool[1].numpy()).pvalue)
+
+
+@pytest.mark.parametrize("filters", FILTERS[1:4] + FILTERS[5:7])
+def test_distribution(filters: dict[str, float]) -> None:
+    """60,000 draws over seeds and steps follow the CPU sampler's distribution; fixed seeds, so no flakes."""
+    rows, steps, vocab = 3000, 20, 4099
+    x = torch.randn(vocab, generator=torch.Generator().manual_seed(7)) * 2
+    state = state_of(rows, 0, DEVICE, filters)
+    logits = x.to(DEVICE).expand(rows, vocab).contiguous()
+    draws = torch.cat([ops.sample(logits, state) for _ in range(steps)]).cpu()
+    weights = reference.token_weights(
+        x, filters["temperature"], int(filters.get("top_k", 0)), filters.get("top_p", 1.0), filters.get("min_p", 0.0)
+    )
+    assert chi_square(draws, weights) > 1e-3
+
+
+def test_rows_graph_and_unusable_logits() -> None:
+    vocab = 128256
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(2)).to(DEVICE) * 3
+    plain = state_of(9, 0, DEVICE, {"temperature": 0.8, "top_p": 0.95})
+    want = torch.stack([ops.sample(logits, plain) for _ in range(5)])
+    captured = state_of(9, 0, DEVICE, {"temperature": 0.8, "top_p": 0.95})
+    with cuda.programmatic_launch(True), ops.capture(DEVICE) as program:
+        ids = ops.sample(logits, captured)
+    got = []
+    for _ in range(5):
+        program.replay()
+        got.append(ids.clone())
+    assert torch.equal(torch.stack(got), want)
+    alone = state_of(9, 0, DEVICE, {"temperature": 0.8, "top_p": 0.95})
+    single = SamplingState(*[None if t is None else t[4:5].clone() for t in alone.tensors()])  # type: ignore[arg-type]
+    assert [int(ops.sample(logits[4:5], single)) for _ in range(5)] == want[:, 4].tolist()
+    logits[2] = -torch.inf
+    logits[3] = torch.nan
+    assert ops.sample(logits, plain)[2:4].tolist() == [-1, -1]
