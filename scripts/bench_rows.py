@@ -27,7 +27,7 @@ def moving(
 
 
 @triton.jit
-def triton_softmax_kernel(x, y, columns, block: tl.constexpr):  # pyright: ignore  # noqa: ANN001, ANN201
+def triton_softmax_kernel(x, y, columns, block: tl.constexpr):  # pyright: ignore
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, block)
     values = tl.load(x + row * columns + offsets, mask=offsets < columns, other=-float("inf"))
