@@ -15,9 +15,10 @@ from nibblelm.checkpoint import Checkpoint, open_checkpoint
 from nibblelm.config import DecoderConfig, token_ids
 from nibblelm.errors import DeviceError, NibbleLMError, RequestError
 from nibblelm.kv_cache import bytes_per_token
+from nibblelm.memory import require_memory
 from nibblelm.models import family, tensor_plan
 from nibblelm.ops.types import ActivationBits
-from nibblelm.runner import Runner, SampledSteps
+from nibblelm.runner import Runner, SampledSteps, workspace_bytes
 from nibblelm.sampler import Sampled, Sampler, SamplingParams, device_sampling, token_logprobs
 from nibblelm.tokenizer import TextStream, Tokenizer, load_tokenizer
 from nibblelm.weights import CheckpointWeights, check_tensors
@@ -185,6 +186,13 @@ class LLM:
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint.folder)
         self.bos_id, self.eos_ids = self._special_ids(checkpoint)
         check_tensors(checkpoint, tensor_plan(checkpoint.config), self.config.tied)
+        require_memory(
+            self.device,
+            "Choose a smaller max_context (--ctx-size), fewer bits, or device cpu.",
+            weights=sum(checkpoint.info(name).nbytes for name in checkpoint.names()),
+            cache=self.kv_bytes_per_token * self.max_context,
+            workspace=workspace_bytes(self.config, self.device),
+        )
         weights = CheckpointWeights(checkpoint, self.device, self.dtype, activation_bits)
         network = family(checkpoint.config).Model(weights, self.config, self.max_context)
         self.runner = Runner(network, self.device, self.kv_dtype, self.max_context, graph)

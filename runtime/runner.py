@@ -10,12 +10,19 @@ from torch import Tensor
 from nibblelm import ops
 from nibblelm.config import DecoderConfig
 from nibblelm.errors import RequestError
-from nibblelm.kv_cache import KVCache
+from nibblelm.kv_cache import KVCache, bytes_per_token
 from nibblelm.layers import Step
+from nibblelm.memory import require_memory
 from nibblelm.ops import SamplingState
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
 """Tokens per prefill step, fixed so that a prompt is always cut in the same places."""
+
+
+def workspace_bytes(config: DecoderConfig, device: torch.device) -> int:
+    """About what one prefill chunk takes in activations, with the unpacked weights of its matrix products."""
+    widest = max(2 * config.intermediate_size, config.heads * config.head_dim * 3)
+    return PREFILL_CHUNK[device.type] * (4 * config.hidden_size + 2 * widest) * 4 + (256 << 20)
 
 
 class DecoderModel(Protocol):
@@ -60,6 +67,7 @@ class Runner:
     ) -> None:
         self.model, self.device, self.kv_dtype, self.capacity, self.graph = model, device, kv_dtype, capacity, graph
         self.history: list[list[int]] = []
+        self.cache: Any = None
         self._steps: dict[tuple[int, bool], _DecodeStep] = {}
         self._states: dict[tuple[int, bool], SamplingState] = {}
         self.reserve(1)
@@ -70,7 +78,9 @@ class Runner:
             return
         c = self.model.config
         self._steps.clear()
-        self.history = [[] for _ in range(slots)]
+        self.history, self.cache = [[] for _ in range(slots)], None
+        size = slots * self.capacity * bytes_per_token(c.layers, c.kv_heads, c.head_dim, self.kv_dtype)
+        require_memory(self.device, "Choose a smaller context or fewer prompts at a time.", cache=size)
         self.cache = KVCache(c.layers, slots, c.kv_heads, self.capacity, c.head_dim, self.kv_dtype, self.device)
 
     def prefill(self, ids: Sequence[int], slot: int = 0, start: int = 0, every_row: bool = False) -> Tensor:

@@ -161,7 +161,7 @@ class CheckpointWeights:
 def _to_device(weight: Weight, device: torch.device) -> Weight:
     """The table as it is in the file: on the CPU it stays in the map, and only the rows in use become resident."""
     if isinstance(weight, Tensor):
-        return weight.to(device)
+        return weight if device.type == "cpu" else weight.to(device)
     zero = None if weight.zero_point is None else weight.zero_point.to(device)
     scale, codes = weight.scale.to(device), weight.codes.to(device)
     return QuantizedWeight(codes, scale, zero, weight.bits, weight.group_size, weight.shape)

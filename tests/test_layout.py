@@ -13,13 +13,13 @@ PACKAGE = Path(nibblelm.__file__).parent
 
 # A module may import from its own layer and from layers before it.
 LAYERS = [
-    ["errors", "_cpu", "_cuda", "nibblelm"],
+    ["errors", "memory", "_cpu", "_cuda", "nibblelm"],
     ["ops"],
     ["config", "checkpoint"],
     ["quant"],
     ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
-    ["convert_plan", "converter", "shapes", "runner", "sampler", "benchmark", "engine"],
+    ["convert_plan", "convert_report", "converter", "shapes", "runner", "sampler", "benchmark", "engine"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -22,6 +22,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: the cores it may use)")
     parser.add_argument("--ctx-size", type=_positive, metavar="N", help="context in tokens (default: the model's)")
+    parser.add_argument("--no-graph", dest="graph", action="store_false", help="run decode steps kernel by kernel")
     parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
 
 
@@ -64,7 +65,15 @@ def load_model(args: argparse.Namespace) -> "LLM":
     """The model that the flags ask for."""
     from nibblelm.engine import LLM
 
-    return LLM(args.model, args.device, args.dtype, args.threads, args.ctx_size, strict=args.strict)
+    llm = LLM(args.model, args.device, args.dtype, args.threads, args.ctx_size, strict=args.strict, graph=args.graph)
+    if llm.device.type == "cuda":
+        cache = llm.kv_bytes_per_token * llm.max_context
+        print(
+            f"weights: {llm.weight_bytes / 2**20:.0f} MiB in {llm.load_s:.2f} s | context: {llm.max_context} tokens, "
+            f"{cache / 2**20:.0f} MiB",
+            file=sys.stderr,
+        )
+    return llm
 
 
 def print_footer(output: "GenerationOutput") -> None:

@@ -29,6 +29,7 @@ from nibblelm.ops.cuda_ops import (
     softmax,
     swiglu,
 )
+from nibblelm.ops.cuda_upload import upload
 from nibblelm.ops.types import PackedLinear, QuantizedWeight, Weight
 
 __all__ = [
@@ -77,6 +78,8 @@ class CudaWeight:
 
 
 def _padded(t: Tensor, rows: int, columns: int) -> Tensor:
+    if t.shape == (rows, columns):
+        return t
     return torch.nn.functional.pad(t, (0, columns - t.shape[1], 0, rows - t.shape[0]))
 
 
@@ -137,7 +140,7 @@ def _pack_full(parts: list[Tensor], n: int, k: int, arrivals: Tensor) -> CudaWei
     if parts[0].dtype not in DTYPES:
         raise ValueError(f"full weights are fp32, fp16 or bf16, not {parts[0].dtype}")
     device = arrivals.device
-    values = parts[0].to(device) if len(parts) == 1 else torch.cat([p.to(device) for p in parts])
+    values = upload(parts[0], device) if len(parts) == 1 else torch.cat([upload(p, device) for p in parts])
     values = _padded(values, n, -(-k // 32) * 32).contiguous()
     if values.data_ptr() % 16:
         values = values.clone()
@@ -163,7 +166,7 @@ def _pack_quantized(parts: list[QuantizedWeight], n: int, k: int, arrivals: Tens
 
     sizes = descriptor(0, 0)
     records = _records(parts, sizes.strips, sizes.groups, device)
-    codes = torch.cat([p.codes.to(device) for p in parts]).contiguous()
+    codes = torch.cat([upload(p.codes, device) for p in parts]).contiguous()
     values = torch.empty(sizes.strips * sizes.steps * 256 * bits, dtype=torch.uint8, device=device)
     packed = descriptor(values.data_ptr(), records.data_ptr())
     stream = torch.cuda.current_stream().cuda_stream
@@ -187,12 +190,12 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits
         _large_linear(x, weight, bias, out)
     elif rows > 0:
         data: CudaWeight = weight.data
-        floats = _cuda.linear_workspace(data.descriptor, DTYPES[x.dtype], rows)
-        partials = torch.empty(floats, dtype=torch.float32, device=x.device) if floats else None
+        size = _cuda.linear_workspace(data.descriptor, x.data_ptr(), x.stride(0), DTYPES[x.dtype], rows)
+        workspace = torch.empty(size, dtype=torch.uint8, device=x.device) if size else None
         _cuda.linear(
             data.descriptor, x.data_ptr(), x.stride(0), DTYPES[x.dtype], out.data_ptr(), out.stride(0),
             DTYPES[out.dtype], 0 if bias is None else bias.data_ptr(), rows,
-            0 if partials is None else partials.data_ptr(), data.arrivals.data_ptr(), *launch_args(),
+            0 if workspace is None else workspace.data_ptr(), data.arrivals.data_ptr(), *launch_args(),
         )  # fmt: skip
     return out
 
