@@ -1,0 +1,113 @@
+"""Generation on the GPU: the CPU's tokens, and the same tokens however they are computed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nibblelm import LLM, SamplingParams, convert, ops
+from nibblelm.errors import DeviceError
+from nibblelm.memory import require_memory
+
+USABLE, REASON = ops.cuda_available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]
+
+DEMO = Path(__file__).resolve().parents[2] / "demo" / "stories-7m"
+PROMPTS = ["Once upon a time", "The dog", "Lily and Ben went to the park. They saw", "A", "One day, a big red ball"]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not DEMO.is_dir():
+        pytest.skip("the demo checkpoint is not beside these tests")
+    folder = tmp_path_factory.mktemp("demo") / "int4"
+    convert(DEMO, folder, bits=4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stories(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stories") / "int8"
+    convert(data_dir / "checkpoints" / "stories260K", folder, bits=8)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["demo", "stories"])
+def test_same_tokens_as_the_cpu(name: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(name)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    cpu, gpu = (LLM(folder, device=d, dtype="fp32") for d in ("cpu", "cuda"))
+    want = cpu.generate("Once upon a time", params).token_ids
+    assert gpu.generate("Once upon a time", params).token_ids == want
+
+    # bf16: the same until the CPU's two best logits are closer than the error of bf16 there
+    rough = LLM(folder, device="cuda", dtype="bf16")
+    got = rough.generate("Once upon a time", params).token_ids
+    ids = cpu.encode("Once upon a time")
+    exact, half = cpu.logits(ids + want), rough.logits(ids + want).cpu()
+    error = (exact - half).abs().max(-1).values
+    top = exact.topk(2).values
+    near = [
+        i
+        for i in range(len(want))
+        if top[len(ids) + i - 1, 0] - top[len(ids) + i - 1, 1] <= 2 * error[len(ids) + i - 1]
+    ]
+    first = near[0] if near else len(want)
+    print(f"{name}: bf16 follows the CPU for at least {first} of {len(want)} tokens")
+    assert got[:first] == want[:first]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_graph_batch_and_stream_change_nothing(demo: Path, dtype: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    llm, eager = LLM(demo, device="cuda", dtype=dtype), LLM(demo, device="cuda", dtype=dtype, graph=False)
+    alone = [eager.generate(p, params).token_ids for p in PROMPTS]
+    for _ in range(20):
+        assert [o.token_ids for o in llm.generate(PROMPTS, params)] == alone
+        assert llm.generate(PROMPTS[2], params).token_ids == alone[2]
+    for prompt, want in zip(PROMPTS, alone, strict=True):
+        assert [piece.token_id for piece in llm.stream(prompt, params)] == want
+    assert [o.token_ids for o in eager.generate(PROMPTS, params)] == alone
+
+
+def test_batches_with_different_ends(demo: Path) -> None:
+    """More prompts than slots, stopping at different places: requests come and go while steps are in flight."""
+    llm = LLM(demo, device="cuda")
+    prompts = [PROMPTS[i % 5] + " " * (i % 2) + "she" * (i % 3) for i in range(23)]
+    params = SamplingParams(temperature=0, max_tokens=60, stop=["and", "."])
+    together = [o.token_ids for o in llm.generate(prompts, params)]
+    assert together == [llm.generate(p, params).token_ids for p in prompts]
+
+
+def test_sampling_on_the_device_repeats_and_follows_the_seed(demo: Path) -> None:
+    llm = LLM(demo, device="cuda", dtype="fp32")
+    params = SamplingParams(
+        temperature=0.9,
+        top_k=40,
+        top_p=0.9,
+        min_p=0.02,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        seed=5,
+        max_tokens=80,
+    )
+    first = llm.generate(PROMPTS, params)
+    assert [o.token_ids for o in llm.generate(PROMPTS, params)] == [o.token_ids for o in first]
+    assert llm.generate(PROMPTS[1], params).token_ids == first[1].token_ids
+    # logprobs are computed on the host, which then samples too: the same draws, up to ties at rounding
+    host = llm.generate(PROMPTS[0], params, logprobs=1).token_ids
+    same = next((i for i, (a, b) in enumerate(zip(host, first[0].token_ids, strict=False)) if a != b), len(host))
+    print(f"device and host samplers agree for {same} of {len(host)} tokens")
+    assert same >= 20
+
+
+def test_context_limit(demo: Path) -> None:
+    llm = LLM(demo, device="cuda", max_context=48)
+    output = llm.generate("Once upon a time", max_tokens=-1, temperature=0, ignore_eos=True)
+    assert (output.finish_reason, output.limit) == ("length", "context")
+    assert output.timings.prompt_tokens + output.timings.generated_tokens == 48
+
+
+def test_memory_is_refused_with_numbers() -> None:
+    with pytest.raises(DeviceError, match=r"100000\.00 GiB are needed .* free"):
+        require_memory(torch.device("cuda"), "Ask for less.", cache=100000 << 30)
