@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nibblelm import ops
+from nibblelm.ops import SamplingState
 from nibblelm.runner import Runner
 
 
@@ -90,10 +91,18 @@ def _run(
     for slot in slots:
         tokens += _next(runner.prefill(ids[slot], slot, load.depth))
     first = time.perf_counter()
-    generated = [tokens]
-    for _ in range(load.generated_tokens - 1):
-        generated.append(_next(runner.decode(generated[-1], slots)))
-    return first - begun, time.perf_counter() - first, generated
+    generated, steps = [tokens], load.generated_tokens - 1
+    if runner.device.type == "cuda":
+        state = SamplingState.greedy(load.batch, torch.device("cpu"))
+        sampled = runner.sampled_steps(tokens, slots, state)
+        generated += [sampled.next(last=i == steps - 1) for i in range(steps)]
+    else:
+        for _ in range(steps):
+            generated.append(_next(runner.decode(generated[-1], slots)))
+    spent = first - begun, time.perf_counter() - first
+    if min(min(tokens) for tokens in generated) < 0:  # what sampling gives for a row without a finite logit
+        raise FloatingPointError("a step's logits are not finite")
+    return *spent, generated
 
 
 def _next(logits: Tensor) -> list[int]:

@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gen-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--batch", type=int, default=1, metavar="N")
     parser.add_argument("--depth", type=int, default=0, metavar="N", help="tokens in the cache before the prompt")
+    parser.add_argument("--no-graph", dest="graph", action="store_false", help="run decode steps kernel by kernel")
+    parser.add_argument("--tree", metavar="HASHES", help="what to record as the source tree in --json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         "load_s": facts["load_s"],
         "kernels_per_token": runner.kernels_per_step(load.batch),
         "ids_hash": speed.ids_hash,
-        "tree": None,
+        "tree": args.tree,
     }
     print(json.dumps(row) if args.json else _table(row))
     return 0
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def _from_model(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:
     from nibblelm.engine import LLM
 
-    llm = LLM(args.model, args.device, args.dtype, args.threads, context)
+    llm = LLM(args.model, args.device, args.dtype, args.threads, context, graph=args.graph)
     facts = {"bits": None, "group_size": None, "weight_bytes": llm.weight_bytes, "load_s": llm.load_s}
     return llm.runner, facts | {"shape": llm.folder.name}
 
@@ -102,7 +104,7 @@ def _from_shape(args: argparse.Namespace, context: int) -> tuple["Runner", dict[
     begun = time.perf_counter()
     dtype, kv_dtype, activation_bits = numeric_types(args.dtype, device)
     weights = RandomWeights(device, dtype, activation_bits, args.bits, args.group_size)
-    runner = Runner(module.Model(weights, config, context), device, kv_dtype, context)
+    runner = Runner(module.Model(weights, config, context), device, kv_dtype, context, args.graph)
     facts = {"bits": args.bits, "group_size": args.group_size, "weight_bytes": weights.streamed_bytes}
     return runner, facts | {"shape": args.shape, "load_s": time.perf_counter() - begun}
 
