@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cpu/panels.h"
+#include "cpu/quantize.h"
 
 namespace nibblelm {
 
@@ -95,6 +96,7 @@ struct ArgmaxArgs {
 
 // Ops that read ids, slots or positions throw std::invalid_argument when one is out of range.
 struct Kernels {
+  int64_t (*quantize_range)(const QuantizeArgs&, int64_t begin, int64_t end, float* w);
   void (*quantized_linear)(const QuantizedLinearArgs&);
   void (*full_linear)(const FullLinearArgs&);
   void (*rms_norm)(const RmsNormArgs&);

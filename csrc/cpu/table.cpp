@@ -3,6 +3,7 @@
 
 namespace nibblelm::NIBBLE_ISA {
 
+int64_t quantize_range(const QuantizeArgs&, int64_t, int64_t, float*);
 void quantized_linear(const QuantizedLinearArgs&);
 void full_linear(const FullLinearArgs&);
 void rms_norm(const RmsNormArgs&);
@@ -15,7 +16,7 @@ void softmax(const RowsArgs&);
 void log_softmax(const RowsArgs&);
 void argmax(const ArgmaxArgs&);
 
-extern const Kernels kernels{quantized_linear, full_linear, rms_norm, rope,        kv_append, attention,
+extern const Kernels kernels{quantize_range, quantized_linear, full_linear, rms_norm, rope,        kv_append, attention,
                              swiglu,           embedding,   softmax,  log_softmax, argmax};
 
 }  // namespace nibblelm::NIBBLE_ISA

@@ -251,6 +251,7 @@ class TestCalls:
                 x = ops.linear(x, layer)
             return x
 
+        programs = []  # a program that dies while the next is recorded would break the recording
         for m in (1, 16):
             x = activations(m, 2048, torch.bfloat16)
             expected = step(x)
@@ -259,6 +260,7 @@ class TestCalls:
             with cuda.programmatic_launch(programmatic):
                 with ops.capture(DEVICE) as program:
                     y = step(x)
+                programs.append(program)
                 program.replay()
                 assert torch.equal(y, expected)
                 x.copy_(fresh)

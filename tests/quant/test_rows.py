@@ -6,6 +6,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 
+from nibblelm import _cpu
 from nibblelm.errors import ConvertError
 from nibblelm.quant.rows import quantize_rows, reference_rows
 
@@ -132,3 +133,19 @@ def test_not_finite_is_an_error_naming_the_first_row(value, dtype):
     weight[2345, 62] = weight[3999, 0] = value
     with pytest.raises(ConvertError, match="row 2345 holds a NaN or an infinity"):
         quantize_rows(weight, 4, -1, False, "mse", threads=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_result_does_not_depend_on_the_instruction_set(dtype):
+    weight = odd_rows(331, dtype)
+    chosen = _cpu.isa()
+    try:
+        for bits, group, symmetric in itertools.product((4, 8), (-1, 32), (False, True)):
+            results = []
+            for name in _cpu.available_isas():
+                _cpu.set_isa(name)
+                results.append(quantize_rows(weight, bits, group, symmetric, "mse", threads=1))
+            for other in results[1:]:
+                assert all(torch.equal(getattr(results[0], field), getattr(other, field)) for field in vars(other))
+    finally:
+        _cpu.set_isa(chosen)
