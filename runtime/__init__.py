@@ -11,8 +11,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from nibblelm.converter import convert
-    from nibblelm.engine import LLM, GenerationOutput, StreamPiece
+    from nibblelm.engine import LLM
     from nibblelm.errors import NibbleLMError
+    from nibblelm.request import GenerationOutput, StreamPiece
     from nibblelm.sampler import SamplingParams
 
 __all__ = [
@@ -27,8 +28,8 @@ __all__ = [
 
 _HOME = {
     "LLM": "nibblelm.engine",
-    "GenerationOutput": "nibblelm.engine",
-    "StreamPiece": "nibblelm.engine",
+    "GenerationOutput": "nibblelm.request",
+    "StreamPiece": "nibblelm.request",
     "SamplingParams": "nibblelm.sampler",
     "NibbleLMError": "nibblelm.errors",
     "convert": "nibblelm.converter",

@@ -4,8 +4,9 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -18,123 +19,18 @@ from nibblelm.kv_cache import bytes_per_token
 from nibblelm.memory import require_memory
 from nibblelm.models import family, tensor_plan
 from nibblelm.ops.types import ActivationBits
+from nibblelm.request import GenerationOutput, Request, StreamPiece, Timings
 from nibblelm.runner import Runner, SampledSteps, workspace_bytes
-from nibblelm.sampler import Sampled, Sampler, SamplingParams, device_sampling, token_logprobs
-from nibblelm.tokenizer import TextStream, Tokenizer, load_tokenizer
+from nibblelm.sampler import Sampled, SamplingParams, device_sampling, token_logprobs
+from nibblelm.tokenizer import Tokenizer, load_tokenizer
 from nibblelm.weights import CheckpointWeights, check_tensors
 
 Prompt = str | Sequence[int]
-FinishReason = Literal["stop", "length"]
-
 MAX_BATCH = 16
 """Sequences decoded together; more prompts wait for a free slot."""
 
 CUDA_CONTEXT = 8192
 """Positions allocated on a GPU when max_context is not given (or the model's limit, if that is smaller)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Timings:
-    """Tokens and seconds of one request. `prefilled_tokens` leaves out what was still in the cache."""
-
-    prompt_tokens: int
-    prefilled_tokens: int
-    prefill_s: float
-    generated_tokens: int
-    decode_s: float
-
-    @property
-    def prefill_tok_s(self) -> float:
-        return self.prefilled_tokens / self.prefill_s if self.prefill_s else 0.0
-
-    @property
-    def decode_tok_s(self) -> float:
-        """Tokens after the first per second of decoding."""
-        return (self.generated_tokens - 1) / self.decode_s if self.decode_s and self.generated_tokens > 1 else 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerationOutput:
-    """One finished request. `token_ids` includes the token that stopped it; `text` does not.
-
-    finish_reason  "stop" (end token or stop string) or "length"; `limit` says which length: "max_tokens" or "context"
-    logprobs       per token, from the raw logits, if asked for; prompt_logprobs likewise (None for the first token)
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    limit: Literal["max_tokens", "context"] | None
-    logprobs: list[Sampled] | None
-    prompt_logprobs: list[Sampled | None] | None
-    seed: int
-    timings: Timings
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamPiece:
-    """One token of a stream: its new text (maybe empty). The last piece carries the whole output."""
-
-    text: str
-    token_id: int | None
-    output: GenerationOutput | None = None
-
-
-class _Request:
-    """One sequence on its way through the batch."""
-
-    def __init__(self, llm: "LLM", ids: list[int], params: SamplingParams) -> None:
-        room = llm.max_context - len(ids)
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens; the context of {llm.max_context} leaves no room to generate"
-            )
-        if bad := next((i for i in ids if not 0 <= i < llm.config.vocab_size), None):
-            raise RequestError(f"token id {bad} is outside the vocabulary of {llm.config.vocab_size}")
-        wanted = 256 if params.max_tokens is None else room if params.max_tokens == -1 else params.max_tokens
-        self.ids, self.params, self.most = ids, params, min(wanted, room)
-        self.limit: Literal["max_tokens", "context"] = (
-            "context" if room < wanted or params.max_tokens == -1 else "max_tokens"
-        )
-        self.ends = set(params.stop_token_ids) | (set() if params.ignore_eos else llm.eos_ids)
-        self.sampler = Sampler(params, llm.config.vocab_size, ids)
-        self.text = None if llm.tokenizer is None else TextStream(llm.tokenizer, params.stop)
-        self.sampled: list[Sampled] = []
-        self.prompt_logprobs: list[Sampled | None] | None = None
-        self.finish: FinishReason | None = None
-        self.slot = self.start = 0
-        self.begun = self.first = time.perf_counter()
-
-    def accept(self, chosen: Sampled) -> StreamPiece:
-        """Take the next token, and say what text it makes safe to show."""
-        self.sampled.append(chosen)
-        text = ""
-        if chosen.token_id in self.ends:
-            self.finish = "stop"
-        elif self.text is not None:
-            text = self.text.push(chosen.token_id)
-            self.finish = "stop" if self.text.stopped else None
-        if self.finish is None and len(self.sampled) == self.most:
-            self.finish = "length"
-        if self.finish is not None and self.text is not None:
-            text += self.text.flush()
-        return StreamPiece(text, chosen.token_id, self.output() if self.finish else None)
-
-    def output(self) -> GenerationOutput:
-        assert self.finish is not None
-        now = time.perf_counter()
-        return GenerationOutput(
-            text="" if self.text is None else self.text.text,
-            token_ids=[s.token_id for s in self.sampled],
-            finish_reason=self.finish,
-            limit=self.limit if self.finish == "length" else None,
-            logprobs=None if self.params.logprobs is None else self.sampled,
-            prompt_logprobs=self.prompt_logprobs,
-            seed=self.sampler.seed,
-            timings=Timings(
-                len(self.ids), len(self.ids) - self.start, self.first - self.begun, len(self.sampled), now - self.first
-            ),
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +133,7 @@ class LLM:
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
         resolved = self._params(params, options)
-        requests = [_Request(self, self.encode(p), resolved) for p in ([prompts] if single else prompts)]
+        requests = [self._request(self.encode(p), resolved) for p in ([prompts] if single else prompts)]
         outputs: dict[int, GenerationOutput] = {}
         for index, piece in self._run(requests):
             if piece.output is not None:
@@ -246,7 +142,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[StreamPiece]:
         """Continue one prompt piece by piece; the last piece carries the output."""
-        request = _Request(self, self.encode(prompt), self._params(params, options))
+        request = self._request(self.encode(prompt), self._params(params, options))
         return (piece for _, piece in self._run([request]))
 
     def stream_chat(
@@ -256,7 +152,7 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer; this folder has none")
         ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(list(messages)), add_special_tokens=False)
-        request = _Request(self, ids, self._params(params, options))
+        request = self._request(ids, self._params(params, options))
         request.start = self._shared_prefix(ids)
         return (piece for _, piece in self._run([request]))
 
@@ -287,6 +183,9 @@ class LLM:
             raise RequestError("the prompt is empty, and this model has no BOS token to start from")
         return [self.bos_id]
 
+    def _request(self, ids: list[int], params: SamplingParams) -> Request:
+        return Request(ids, params, self.tokenizer, self.config.vocab_size, self.max_context, self.eos_ids)
+
     def _params(self, params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
         known = {field.name for field in dataclasses.fields(SamplingParams)}
         if unknown := sorted(set(options) - known):
@@ -303,7 +202,7 @@ class LLM:
         return shared
 
     @torch.inference_mode()
-    def _prefill(self, request: _Request) -> Tensor:
+    def _prefill(self, request: Request) -> Tensor:
         if request.params.prompt_logprobs is None:
             logits = self.runner.prefill(request.ids, request.slot, request.start)
         else:
@@ -315,12 +214,12 @@ class LLM:
             logits = rows[-1:]
         return logits
 
-    def _run(self, requests: Sequence[_Request]) -> Iterator[tuple[int, StreamPiece]]:
+    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, StreamPiece]]:
         """Prefill each request alone, decode up to MAX_BATCH together; yields (index of the request, piece)."""
         self.runner.reserve(min(len(requests), MAX_BATCH))
         waiting = deque(enumerate(requests))
         free = deque(range(min(len(self.runner.history), MAX_BATCH)))
-        active: dict[int, _Request] = {}
+        active: dict[int, Request] = {}
         flight: _Flight | None = None
         while waiting or active:
             if waiting and free and not (flight and flight.steps.in_flight):
@@ -342,9 +241,7 @@ class LLM:
                 yield index, piece
 
     @torch.inference_mode()
-    def _fly(
-        self, flight: "_Flight | None", active: dict[int, _Request]
-    ) -> tuple["_Flight | None", dict[int, Sampled]]:
+    def _fly(self, flight: "_Flight | None", active: dict[int, Request]) -> tuple["_Flight | None", dict[int, Sampled]]:
         """One step of decoding that samples on the device. When the batch changes, the step in flight comes first."""
         changed = flight is not None and flight.members != list(active)
         if flight is None or (changed and not flight.steps.in_flight):
@@ -357,15 +254,27 @@ class LLM:
         return (None if changed else flight), chosen
 
     @torch.inference_mode()
-    def _choose(self, batch: dict[int, _Request], logits: Tensor) -> dict[int, Sampled]:
+    def _choose(self, batch: dict[int, Request], logits: Tensor) -> dict[int, Sampled]:
         """The next token of each request, from its row of logits (M, vocab)."""
         samplers = [r.sampler for r in batch.values()]
         greedy: list[int] = ops.argmax(logits).tolist() if any(s.takes_argmax for s in samplers) else []
-        chosen = (
-            s.accept(greedy[i]) if s.takes_argmax else s.sample(row)
-            for i, (s, row) in enumerate(zip(samplers, logits, strict=True))
-        )
+        with _one_torch_thread():
+            chosen = [
+                s.accept(greedy[i]) if s.takes_argmax else s.sample(row)
+                for i, (s, row) in enumerate(zip(samplers, logits, strict=True))
+            ]
         return dict(zip(batch, chosen, strict=True))
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Sampling is too small to share out: torch's threads would wait for each other and for the kernels' own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def select_device(name: str) -> torch.device:

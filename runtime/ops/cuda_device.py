@@ -74,6 +74,6 @@ def capture(device: torch.device) -> Iterator[Program]:
     program = Program()
     with (
         torch.cuda.device(device),
-        torch.cuda.graph(program.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
+        torch.cuda.graph(program.graph, stream=torch.cuda.Stream(), capture_error_mode="relaxed"),
     ):
         yield program

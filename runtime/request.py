@@ -1,0 +1,121 @@
+"""One generation request: from a prompt's ids to its finished output."""
+
+import dataclasses
+import time
+from typing import Literal
+
+from nibblelm.errors import RequestError
+from nibblelm.sampler import Sampled, Sampler, SamplingParams
+from nibblelm.tokenizer import TextStream, Tokenizer
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """Tokens and seconds of one request. `prefilled_tokens` leaves out what was still in the cache."""
+
+    prompt_tokens: int
+    prefilled_tokens: int
+    prefill_s: float
+    generated_tokens: int
+    decode_s: float
+
+    @property
+    def prefill_tok_s(self) -> float:
+        return self.prefilled_tokens / self.prefill_s if self.prefill_s else 0.0
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Tokens after the first per second of decoding."""
+        return (self.generated_tokens - 1) / self.decode_s if self.decode_s and self.generated_tokens > 1 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationOutput:
+    """One finished request. `token_ids` includes the token that stopped it; `text` does not.
+
+    finish_reason  "stop" (end token or stop string) or "length"; `limit` says which length: "max_tokens" or "context"
+    logprobs       per token, from the raw logits, if asked for; prompt_logprobs likewise (None for the first token)
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    limit: Literal["max_tokens", "context"] | None
+    logprobs: list[Sampled] | None
+    prompt_logprobs: list[Sampled | None] | None
+    seed: int
+    timings: Timings
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamPiece:
+    """One token of a stream: its new text (maybe empty). The last piece carries the whole output."""
+
+    text: str
+    token_id: int | None
+    output: GenerationOutput | None = None
+
+
+class Request:
+    """One sequence on its way through the batch."""
+
+    def __init__(
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        context: int,
+        end_ids: set[int],
+    ) -> None:
+        room = context - len(ids)
+        if room < 1:
+            raise RequestError(f"the prompt has {len(ids)} tokens; the context of {context} leaves no room to generate")
+        if bad := next((i for i in ids if not 0 <= i < vocab_size), None):
+            raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+        wanted = 256 if params.max_tokens is None else room if params.max_tokens == -1 else params.max_tokens
+        self.ids, self.params, self.most = ids, params, min(wanted, room)
+        self.limit: Literal["max_tokens", "context"] = (
+            "context" if room < wanted or params.max_tokens == -1 else "max_tokens"
+        )
+        self.ends = set(params.stop_token_ids) | (set() if params.ignore_eos else end_ids)
+        self.sampler = Sampler(params, vocab_size, ids)
+        self.text = None if tokenizer is None else TextStream(tokenizer, params.stop)
+        self.sampled: list[Sampled] = []
+        self.prompt_logprobs: list[Sampled | None] | None = None
+        self.finish: FinishReason | None = None
+        self.slot = self.start = 0
+        self.begun = self.first = time.perf_counter()
+
+    def accept(self, chosen: Sampled) -> StreamPiece:
+        """Take the next token, and say what text it makes safe to show."""
+        self.sampled.append(chosen)
+        text = ""
+        if chosen.token_id in self.ends:
+            self.finish = "stop"
+        elif self.text is not None:
+            text = self.text.push(chosen.token_id)
+            self.finish = "stop" if self.text.stopped else None
+        if self.finish is None and len(self.sampled) == self.most:
+            self.finish = "length"
+        if self.finish is not None and self.text is not None:
+            text += self.text.flush()
+        return StreamPiece(text, chosen.token_id, self.output() if self.finish else None)
+
+    def output(self) -> GenerationOutput:
+        assert self.finish is not None
+        now = time.perf_counter()
+        return GenerationOutput(
+            text="" if self.text is None else self.text.text,
+            token_ids=[s.token_id for s in self.sampled],
+            finish_reason=self.finish,
+            limit=self.limit if self.finish == "length" else None,
+            logprobs=None if self.params.logprobs is None else self.sampled,
+            prompt_logprobs=self.prompt_logprobs,
+            seed=self.sampler.seed,
+            timings=Timings(
+                len(self.ids), len(self.ids) - self.start, self.first - self.begun, len(self.sampled), now - self.first
+            ),
+        )
