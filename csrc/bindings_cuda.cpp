@@ -41,15 +41,16 @@ PYBIND11_MODULE(_cuda, m) {
       .def_property_readonly("steps", &LinearWeight::steps);
   m.attr("WEIGHT_FORMATS") = py::make_tuple("int4", "int8", "float16", "bfloat16", "float32");
   m.attr("MAX_DECODE_ROWS") = kMaxDecodeRows;
-  m.def("linear_workspace", [](const LinearWeight& weight, int x_dtype, int rows) {
-    return linear_decode_workspace(weight, static_cast<DType>(x_dtype), rows);
-  });
+  m.def("linear_workspace",
+        [](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype, int rows) {
+          return linear_decode_workspace(weight, pointer(x), x_stride, static_cast<DType>(x_dtype), rows);
+        });
   m.def("linear", [](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype, std::uintptr_t y,
-                     std::int64_t y_stride, int y_dtype, std::uintptr_t bias, int rows, std::uintptr_t partials,
+                     std::int64_t y_stride, int y_dtype, std::uintptr_t bias, int rows, std::uintptr_t workspace,
                      std::uintptr_t arrivals, std::uintptr_t stream, bool programmatic) {
     linear_decode(weight,
                   {pointer(x), x_stride, static_cast<DType>(x_dtype), pointer(y), y_stride, static_cast<DType>(y_dtype),
-                   pointer<float>(bias), rows, pointer<float>(partials), pointer<int>(arrivals)},
+                   pointer<float>(bias), rows, pointer(workspace), pointer<int>(arrivals)},
                   {pointer(stream), programmatic});
   });
   m.def("linear_pack", [](const LinearWeight& weight, std::uintptr_t codes, std::int64_t words, std::uintptr_t data,

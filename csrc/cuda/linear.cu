@@ -2,7 +2,7 @@
 #include <bit>
 
 #include "linear.h"
-#include "linear_decode.cuh"
+#include "linear_planes.cuh"
 
 namespace nibblelm::cuda {
 
@@ -14,20 +14,28 @@ std::string describe(const LinearWeight& w, DType x_dtype, int m) {
          (w.integer() && w.group_size ? " groups of " + std::to_string(w.group_size) : std::string());
 }
 
-DecodePlan plan_here(const LinearWeight& w, DType x_dtype, int m) {
-  const DecodePlan plan = plan_decode(w, x_dtype, m, device_attribute(cudaDevAttrMultiProcessorCount),
-                                      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024);
+DecodePlan plan_here(const LinearWeight& w, DType x_dtype, int m, bool aligned) {
+  const DecodePlan plan = plan_decode(w, x_dtype, m, aligned, device_attribute(cudaDevAttrMultiProcessorCount),
+                                      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024,
+                                      device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor));
   if (plan.grid == 0) {
     throw std::invalid_argument(describe(w, x_dtype, m) + ": K is too long for the shared memory of this card");
   }
   return plan;
 }
 
+// Whether eight activations are always one or two whole 16-byte words.
+bool x_aligned(const LinearWeight& w, const void* x, int64_t stride, DType dtype) {
+  return w.k % 8 == 0 && aligned16(x, stride * (dtype == DType::f32 ? 4 : 2));
+}
+
 }  // namespace
 
-int64_t linear_decode_workspace(const LinearWeight& w, DType x_dtype, int m) {
-  const DecodePlan p = plan_here(w, x_dtype, m);
-  return p.parts == 1 ? 0 : static_cast<int64_t>(p.parts) * p.strip_groups * p.block_strips * kStripRows * p.m;
+int64_t linear_decode_workspace(const LinearWeight& w, const void* x, int64_t x_stride, DType x_dtype, int m) {
+  const bool aligned = x_aligned(w, x, x_stride, x_dtype);
+  const DecodePlan first = plan_here(w, x_dtype, m, aligned);
+  const int rest = m % first.m;
+  return std::max(first.workspace_bytes(), rest ? plan_here(w, x_dtype, rest, aligned).workspace_bytes() : 0);
 }
 
 void linear_decode(const LinearWeight& w, const LinearArgs& args, const Launch& launch) {
@@ -35,7 +43,6 @@ void linear_decode(const LinearWeight& w, const LinearArgs& args, const Launch& 
   a.data = static_cast<const uint8_t*>(w.data);
   a.records = static_cast<const uint8_t*>(w.records);
   a.bias = args.bias;
-  a.partials = args.partials;
   a.arrivals = args.arrivals;
   a.x_stride = args.x_stride;
   a.y_stride = args.y_stride;
@@ -44,9 +51,9 @@ void linear_decode(const LinearWeight& w, const LinearArgs& args, const Launch& 
   a.strips = w.strips();
   a.steps = w.steps();
   a.y_dtype = args.y_dtype;
-  a.x_is_float = args.x_dtype == DType::f32;
-  const int x_bytes = a.x_is_float ? 4 : 2, y_bytes = args.y_dtype == DType::f32 ? 4 : 2;
-  a.x_aligned = aligned16(args.x, args.x_stride * x_bytes);
+  const bool x_is_float = args.x_dtype == DType::f32;
+  const int x_bytes = x_is_float ? 4 : 2, y_bytes = args.y_dtype == DType::f32 ? 4 : 2;
+  a.x_aligned = x_aligned(w, args.x, args.x_stride, args.x_dtype);
   if (w.integer()) {
     a.units = w.steps() * kStepK / (w.format == WeightFormat::int4 ? 64 : 32);
     a.groups = w.groups();
@@ -62,26 +69,28 @@ void linear_decode(const LinearWeight& w, const LinearArgs& args, const Launch& 
     a.units = static_cast<int>(w.pitch / (w.format == WeightFormat::f32 ? 16 : 32));
   }
   const std::string what = describe(w, args.x_dtype, args.m);
-  for (int row = 0; row < args.m; row += a.plan.m) {  // one launch unless K is too long for all rows at a time
-    a.plan = plan_here(w, args.x_dtype, args.m);
-    a.plan = plan_here(w, args.x_dtype, std::min(a.plan.m, args.m - row));
+  for (int row = 0, rows = plan_here(w, args.x_dtype, args.m, a.x_aligned).m; row < args.m;
+       row += rows) {  // usually once
+    a.plan = plan_here(w, args.x_dtype, std::min(rows, args.m - row), a.x_aligned);
     a.x = static_cast<const uint8_t*>(args.x) + row * args.x_stride * x_bytes;
     a.y = static_cast<uint8_t*>(args.y) + row * args.y_stride * y_bytes;
+    a.partials = static_cast<float*>(args.workspace);
+    a.images = a.plan.prepared ? static_cast<uint8_t*>(args.workspace) + a.plan.partial_floats() * 4 : nullptr;
     switch (w.format) {
       case WeightFormat::int4:
-        launch_decode<WeightFormat::int4>(a, launch, what);
+        launch_format<WeightFormat::int4>(a, x_is_float, launch, what);
         break;
       case WeightFormat::int8:
-        launch_decode<WeightFormat::int8>(a, launch, what);
+        launch_format<WeightFormat::int8>(a, x_is_float, launch, what);
         break;
       case WeightFormat::f16:
-        launch_decode<WeightFormat::f16>(a, launch, what);
+        launch_format<WeightFormat::f16>(a, x_is_float, launch, what);
         break;
       case WeightFormat::bf16:
-        launch_decode<WeightFormat::bf16>(a, launch, what);
+        launch_format<WeightFormat::bf16>(a, x_is_float, launch, what);
         break;
       case WeightFormat::f32:
-        launch_decode<WeightFormat::f32>(a, launch, what);
+        launch_format<WeightFormat::f32>(a, x_is_float, launch, what);
         break;
     }
   }

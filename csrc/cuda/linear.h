@@ -42,7 +42,9 @@ struct LinearWeight {
   bool has_minimum;
 
   bool integer() const { return format == WeightFormat::int4 || format == WeightFormat::int8; }
-  int bits() const { return format == WeightFormat::int4 ? 4 : 8; }
+  int bits() const {
+    return format == WeightFormat::int4 ? 4 : format == WeightFormat::int8 ? 8 : format == WeightFormat::f32 ? 32 : 16;
+  }
   int strips() const { return (n + kStripRows - 1) / kStripRows; }
   int steps() const { return (k + kStepK - 1) / kStepK; }
   int groups() const { return group_size == 0 ? 1 : steps() * kStepK / group_size; }
@@ -62,15 +64,15 @@ struct LinearArgs {
   DType y_dtype;      // bf16 or fp32
   const float* bias;  // (n,) or null
   int m;              // 1..kMaxDecodeRows
-  float* partials;    // decode_workspace() floats
+  void* workspace;    // linear_decode_workspace() bytes, 16-byte aligned
   int* arrivals;      // strips() zeros; left as zeros. One stream at a time may use a weight.
 };
 
 // y = x W^T + b for at most 16 rows. Every row's bits are the same whatever m is.
 void linear_decode(const LinearWeight& weight, const LinearArgs& args, const Launch& launch);
 
-// Floats of `LinearArgs::partials` for m rows (0 where K is not split over blocks).
-int64_t linear_decode_workspace(const LinearWeight& weight, DType x_dtype, int m);
+// Bytes of `LinearArgs::workspace` (0 for one aligned row of most shapes).
+int64_t linear_decode_workspace(const LinearWeight& weight, const void* x, int64_t x_stride, DType x_dtype, int m);
 
 // Row-major packed codes (n, words) int32 -> `LinearWeight::data`.
 void linear_pack(const LinearWeight& weight, const void* codes, int64_t words, void* data, const Launch& launch);

@@ -3,14 +3,6 @@
 
 namespace nibblelm::cuda {
 
-template <>
-void launch_decode<WeightFormat::int8>(const DecodeArgs& a, const Launch& launch, const std::string& what) {
-  constexpr auto F = WeightFormat::int8;
-  if (a.x_is_float) {
-    a.group_shift > 0 ? launch_decode<F, true, 3>(a, launch, what) : launch_decode<F, false, 3>(a, launch, what);
-  } else {
-    a.group_shift > 0 ? launch_decode<F, true, 2>(a, launch, what) : launch_decode<F, false, 2>(a, launch, what);
-  }
-}
+template void launch_format<WeightFormat::int8>(const DecodeArgs&, bool, const Launch&, const std::string&);
 
 }  // namespace nibblelm::cuda

@@ -8,91 +8,117 @@
 
 namespace nibblelm::cuda {
 
-constexpr int kDecodeWarps{16};
+constexpr int kDecodeWarps{8};
 constexpr int kDecodeThreads{kDecodeWarps * 32};
-constexpr int kMaxSlices{16};           // K is summed as a binary tree of at most this many slices
-constexpr int kRingBytesPerWarp{4096};  // weights in flight: 64 KB an SM; 4.35 TB/s x 0.8 us / 132 SMs is 26 KB (H200)
+constexpr int kMaxSlices{8};      // K is summed as a binary tree of at most this many slices
+constexpr int kStageBytes{2048};  // of weights, per warp: what one wait and one refill handle
+// Stages in flight: 8 warps x 3 x 2 KB x 2 blocks is 96 KB an SM; 4.35 TB/s x 1 us / 132 SMs is 33 KB (H200).
+constexpr int kStages{3};
+constexpr int kBlocksPerMultiprocessor{2};
+constexpr int kPreparedElements{65536};  // activations of a block from which one kernel prepares them for all blocks
 
 // Slices of K: a function of K alone, so that the order of every floating-point sum is too.
-inline int decode_slices(int steps) {
-  int slices = 1;
-  while (slices * 2 <= std::min(steps, kMaxSlices)) slices *= 2;
-  return slices;
+inline int decode_slices_log(int steps) {
+  int log = 0;
+  while (2 << log <= std::min(steps, kMaxSlices)) ++log;
+  return log;
 }
 
-// First step of a slice.
 #ifdef __CUDACC__
-__host__ __device__
+#define NIBBLELM_HOST_DEVICE __host__ __device__
+#else
+#define NIBBLELM_HOST_DEVICE
 #endif
-    inline int slice_begin(int slice, int slices, int steps) {
-  return static_cast<int>(static_cast<int64_t>(slice) * steps / slices);
+
+// First step of a slice; there are 1 << slices_log of them.
+NIBBLELM_HOST_DEVICE inline int slice_begin(int slice, int slices_log, int steps) {
+  return slice * steps >> slices_log;
 }
 
 // Activation planes: int8 digits (bf16: 2, fp32: 3) or floating-point terms whose sum is the activation.
-inline int decode_planes(WeightFormat format, DType x) {
+constexpr int decode_planes(WeightFormat format, DType x) {
   if (x == DType::f32) return format == WeightFormat::f16 ? 2 : 3;
   return format == WeightFormat::int4 || format == WeightFormat::int8 ? 2 : 1;
 }
 
 struct DecodePlan {
   int m;             // rows of x a launch takes; more rows take several launches
-  int slices;        // of K, a power of two
-  int block_slices;  // of these, the ones a block takes
-  int parts;         // slices / block_slices: blocks that share a strip
-  int block_strips;  // strips a block works on at a time: kDecodeWarps / block_slices
+  int slices_log;    // K is cut into 1 << slices_log slices
+  int block_log;     // of these, a block takes 1 << block_log
+  int parts_log;     // slices_log - block_log: 1 << parts_log blocks share a strip
+  int block_strips;  // strips a block works on at a time: kDecodeWarps >> block_log
   int strip_groups;
   int grid;
-  int plane_pitch;  // bytes between rows of the planes
-  int record_slot;  // bytes of records beside one unit in the ring
-  int records_at, planes_at, sums_at, scales_at, red_at, shared_bytes;
+  bool prepared;                                   // the planes come from linear_planes_kernel
+  int plane_pitch;                                 // bytes between rows of the planes
+  int planes_at, sums_at, scales_at;               // in the image of a part
+  int image_bytes;                                 // a multiple of 16
+  int record_slot;                                 // bytes of records beside one stage
+  int records_at, image_at, red_at, shared_bytes;  // in shared memory, behind the ring of weights
+
+  NIBBLELM_HOST_DEVICE int slices() const { return 1 << slices_log; }
+  NIBBLELM_HOST_DEVICE int block_slices() const { return 1 << block_log; }
+  NIBBLELM_HOST_DEVICE int parts() const { return 1 << parts_log; }
+  int64_t partial_floats() const {
+    return parts_log == 0 ? 0 : static_cast<int64_t>(parts()) * strip_groups * block_strips * kStripRows * m;
+  }
+  int64_t workspace_bytes() const {
+    return partial_floats() * 4 + (prepared ? static_cast<int64_t>(parts()) * image_bytes : 0);
+  }
 };
 
 // The shared memory of one choice of (m, block_slices); the offsets are where the kernel finds its parts.
-inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int slices, int block_slices) {
+inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int slices_log, int block_log) {
   DecodePlan p{};
   p.m = m;
-  p.slices = slices;
-  p.block_slices = block_slices;
-  p.parts = slices / block_slices;
-  p.block_strips = kDecodeWarps / block_slices;
+  p.slices_log = slices_log;
+  p.block_log = block_log;
+  p.parts_log = slices_log - block_log;
+  p.block_strips = kDecodeWarps >> block_log;
   p.strip_groups = (w.strips() + p.block_strips - 1) / p.block_strips;
   int steps = 0;
-  for (int part = 0; part < p.parts; ++part) {
-    steps = std::max(steps, slice_begin((part + 1) * block_slices, slices, w.steps()) -
-                                slice_begin(part * block_slices, slices, w.steps()));
+  for (int part = 0; part < p.parts(); ++part) {
+    steps = std::max(steps, slice_begin((part + 1) << block_log, slices_log, w.steps()) -
+                                slice_begin(part << block_log, slices_log, w.steps()));
   }
   const int columns = m == 1 ? 1 : m <= 8 ? 8 : 16;
-  const int unit_k = w.format == WeightFormat::int4 ? 64 : 32;
   const bool grouped = w.integer() && w.group_size != 0;
-  p.record_slot = grouped ? w.record_bytes() * std::max(1, unit_k / w.group_size) : 0;
+  const int sums = !w.integer() ? 0 : grouped ? steps * kStepK / w.group_size : p.block_slices();
   p.plane_pitch = steps * kStepK * planes * (w.integer() ? 1 : 2) + 64;  // + 64: rows fall on different banks
-  const int sums = !w.integer() ? 0 : grouped ? steps * kStepK / w.group_size : block_slices;
-  const int ring_units = kRingBytesPerWarp / 512;
-  p.records_at = kDecodeWarps * kRingBytesPerWarp;
-  p.planes_at = p.records_at + kDecodeWarps * ring_units * p.record_slot;
-  p.sums_at = p.planes_at + m * p.plane_pitch;
+  p.planes_at = 0;
+  p.sums_at = m * p.plane_pitch;
   p.scales_at = p.sums_at + sums * planes * columns * 4;
-  p.red_at = p.scales_at + block_slices * columns * 4;
-  p.shared_bytes = p.red_at + 2 * kDecodeWarps * m * kStripRows * 4;
+  p.image_bytes = (p.scales_at + p.block_slices() * columns * 4 + 15) / 16 * 16;
+  p.prepared = steps * kStepK * m >= kPreparedElements;
+
+  const int stage_k = kStageBytes * 8 / kStripRows / w.bits();
+  p.record_slot = grouped ? stage_k / w.group_size * w.record_bytes() : 0;
+  p.records_at = kDecodeWarps * kStages * kStageBytes;
+  p.image_at = p.records_at + kDecodeWarps * kStages * p.record_slot;
+  p.red_at = p.image_at + p.image_bytes;
+  const int red_words = w.integer() && !grouped ? planes : 1;  // raw sums of every digit, or one float
+  p.shared_bytes = p.red_at + 2 * kDecodeWarps * m * kStripRows * red_words * 4;
   return p;
 }
 
-// Takes as many slices into one block as its shared memory holds (no sum across blocks when it holds all), and fewer
-// rows only where even one slice does not fit.
-inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, int multiprocessors, int shared_limit) {
+// Takes as many slices into one block as shared memory holds (no sum across blocks when it holds all): first with
+// kBlocksPerMultiprocessor blocks beside each other, then alone; fewer rows only where even one slice does not fit.
+inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, bool aligned, int multiprocessors,
+                              int block_limit, int multiprocessor_limit) {
   const int planes = decode_planes(w.format, x_dtype);
-  const int slices = decode_slices(w.steps());
-  DecodePlan p{};
+  const int slices_log = decode_slices_log(w.steps());
   for (int rows = m; rows >= 1; rows = rows > 1 ? (rows + 1) / 2 : 0) {
-    for (int block_slices = slices; block_slices >= 1; block_slices /= 2) {
-      p = decode_layout(w, planes, rows, slices, block_slices);
-      if (p.shared_bytes > shared_limit) continue;
-      p.grid = std::min(std::max(multiprocessors / p.parts, 1), p.strip_groups) * p.parts;
-      return p;
+    for (int blocks = kBlocksPerMultiprocessor; blocks >= 1; --blocks) {
+      for (int block_log = slices_log; block_log >= 0; --block_log) {
+        DecodePlan p = decode_layout(w, planes, rows, slices_log, block_log);
+        p.prepared = p.prepared || !aligned;  // only that kernel reads x element by element
+        if (p.shared_bytes > std::min(block_limit, multiprocessor_limit / blocks - 1024)) continue;
+        p.grid = std::min(std::max(multiprocessors * blocks >> p.parts_log, 1), p.strip_groups) << p.parts_log;
+        return p;
+      }
     }
   }
-  p.grid = 0;  // K too long for this card: the launcher says so
-  return p;
+  return DecodePlan{};  // grid 0: K is too long for this card; the launcher says so
 }
 
 }  // namespace nibblelm::cuda

@@ -1,0 +1,291 @@
+// Activations of the decode kernel as "planes" in shared memory: int8 digits with a power-of-two scale per slice and
+// row (integer weights), or terms in the weight's half precision whose sum is the activation.
+#pragma once
+
+#include "common.cuh"
+#include "linear.h"
+#include "tiles.h"
+
+namespace nibblelm::cuda {
+
+template <WeightFormat F>
+struct Format {
+  static constexpr bool kInteger{F == WeightFormat::int4 || F == WeightFormat::int8};
+  static constexpr int kLoads{kInteger ? 1 : 2};  // 16-byte loads of a lane for one unit
+  static constexpr int kUnitK{F == WeightFormat::int4 ? 64 : F == WeightFormat::f32 ? 16 : 32};
+  static constexpr int kUnitBytes{512 * kLoads};
+  static constexpr int kStageUnits{kStageBytes / kUnitBytes};
+  static constexpr int kPlaneBytes{kInteger ? 1 : 2};                 // of one element of a plane
+  static constexpr bool kScaled{kInteger || F == WeightFormat::f16};  // planes are x * 2^-e, e per slice and row
+  using Accumulator = std::conditional_t<kInteger, int, float>;
+};
+
+// bf16 activations take the fewest planes of a format, fp32 the most.
+template <WeightFormat F, int D>
+constexpr bool kFloatActivations{D == decode_planes(F, DType::f32)};
+
+struct DecodeArgs {
+  const uint8_t* data;
+  const uint8_t* records;
+  const void* x;
+  void* y;
+  const float* bias;
+  float* partials;
+  uint8_t* images;  // planes, sums and scales of every part, prepared once; null: each block prepares its own
+  int* arrivals;
+  int64_t x_stride;
+  int64_t y_stride;
+  int64_t pitch_bytes;  // full formats
+  int n, k;
+  int strips, steps, units;  // units: of one strip
+  int groups, group_shift;   // integer formats: groups of a row; log2 of the group size, or 0 for per-row
+  int record_bytes, minimum_at, default_zero;
+  DType scale_dtype, y_dtype;
+  bool has_zero, has_minimum, x_aligned;
+  DecodePlan plan;
+};
+
+// Launches the kernel for one weight format; defined in linear_decode.cuh, one file per format instantiates it.
+template <WeightFormat F>
+void launch_format(const DecodeArgs& a, bool float_activations, const Launch& launch, const std::string& what);
+
+// Eight activations as they are in memory.
+template <bool Float>
+struct Chunk {
+  uint4 word[Float ? 2 : 1];
+
+  // The largest magnitude, as the bits of a float: NaN is larger than infinity, which is larger than every number.
+  __device__ __forceinline__ uint32_t largest() const {
+    if constexpr (Float) {
+      uint32_t out{0};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const uint32_t w[4]{word[i].x, word[i].y, word[i].z, word[i].w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) out = max(out, w[j] & 0x7fffffffu);
+      }
+      return out;
+    } else {
+      constexpr uint32_t kSigns{0x7fff7fffu};
+      const uint32_t pair =
+          __vmaxu2(__vmaxu2(word[0].x & kSigns, word[0].y & kSigns), __vmaxu2(word[0].z & kSigns, word[0].w & kSigns));
+      return max(pair << 16, pair & 0xffff0000u);
+    }
+  }
+
+  __device__ __forceinline__ void unpack(float (&v)[8]) const {
+    if constexpr (Float) {
+      memcpy(v, word, 32);
+    } else {
+      const uint32_t w[4]{word[0].x, word[0].y, word[0].z, word[0].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[2 * i] = __uint_as_float(w[i] << 16);
+        v[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+      }
+    }
+  }
+};
+
+// Activations from column k on; zeros from `last` or K on. Vector loads need aligned rows and K a multiple of 8.
+template <bool Float, bool Aligned>
+__device__ __forceinline__ Chunk<Float> load_chunk(const DecodeArgs& a, int row, int k, int last) {
+  using T = std::conditional_t<Float, float, bf16>;
+  const T* const p = static_cast<const T*>(a.x) + row * a.x_stride + k;
+  Chunk<Float> out{};
+  if constexpr (Aligned) {
+    if (k < min(last, a.k)) {
+      out.word[0] = *reinterpret_cast<const uint4*>(p);
+      if constexpr (Float) out.word[1] = reinterpret_cast<const uint4*>(p)[1];
+    }
+  } else {
+    alignas(16) T v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = k + i < min(last, a.k) ? p[i] : from_float<T>(0.0f);
+    memcpy(&out, v, sizeof(out));
+  }
+  return out;
+}
+
+// Gathers byte `Byte` of four words.
+template <int Byte>
+__device__ __forceinline__ uint32_t gather_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  constexpr uint32_t kPair{(Byte + 4u) << 4 | Byte};
+  return __byte_perm(__byte_perm(a, b, kPair), __byte_perm(c, d, kPair), 0x5410);
+}
+
+// Balanced base-256 digits of v * inverse rounded to integers, most significant plane first. With 128 added at every
+// digit but the first, the digits are the integer's bytes, each 128 too high.
+template <int D>
+__device__ __forceinline__ void encode_digits(const float (&v)[8], float inverse, uint2 (&plane)[D]) {
+  uint32_t e[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if constexpr (D == 2) {  // 1.5 x 2^23: the sum's last bits are the rounded integer
+      e[i] = __float_as_uint(fmaf(v[i], inverse, 12582912.0f + 128.0f));
+    } else {
+      e[i] = static_cast<uint32_t>(__float2int_rn(v[i] * inverse)) + 0x8080u;
+    }
+  }
+  const auto gather = [&]<int Byte>(uint32_t flip) {
+    return make_uint2(gather_bytes<Byte>(e[0], e[1], e[2], e[3]) ^ flip,
+                      gather_bytes<Byte>(e[4], e[5], e[6], e[7]) ^ flip);
+  };
+  plane[0] = gather.template operator()<D - 1>(0u);
+  if constexpr (D == 3) plane[1] = gather.template operator()<1>(0x80808080u);
+  plane[D - 1] = gather.template operator()<0>(0x80808080u);
+}
+
+// Writes 8 activations as D planes at `shared`; adds the digits to `sums` (integer formats).
+template <WeightFormat F, int D>
+__device__ __forceinline__ void store_planes(uint8_t* shared, const float (&v)[8], float inverse, int (&sums)[D]) {
+  if constexpr (Format<F>::kInteger) {
+    uint2 plane[D];
+    encode_digits<D>(v, inverse, plane);
+#pragma unroll
+    for (int d = 0; d < D; ++d) {
+      sums[d] = __dp4a(static_cast<int>(plane[d].x), 0x01010101, sums[d]);
+      sums[d] = __dp4a(static_cast<int>(plane[d].y), 0x01010101, sums[d]);
+    }
+    if constexpr (D == 2) {
+      *reinterpret_cast<uint4*>(shared) = make_uint4(plane[0].x, plane[0].y, plane[1].x, plane[1].y);
+    } else {
+#pragma unroll
+      for (int d = 0; d < D; ++d) reinterpret_cast<uint2*>(shared)[d] = plane[d];
+    }
+  } else {
+    using T = std::conditional_t<F == WeightFormat::f16, half, bf16>;
+    float rest[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) rest[i] = v[i] * inverse;
+#pragma unroll
+    for (int d = 0; d < D; ++d) {
+      Vec<T> term;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        term.v[i] = from_float<T>(rest[i]);
+        rest[i] -= to_float(term.v[i]);  // exact
+      }
+      store_vec(reinterpret_cast<T*>(shared) + 8 * d, term);
+    }
+  }
+}
+
+// The power of two that brings `largest` (the bits of a non-negative float) just under the top of the planes' range,
+// and its inverse in `scale`, which is NaN where an activation is infinite or NaN, so that the row's outputs are.
+template <WeightFormat F, int D>
+__device__ __forceinline__ float normalizer(uint32_t largest, float& scale) {
+  constexpr float kTop{F == WeightFormat::f16 ? 32768.0f : D == 2 ? 127.0f * 256 : 127.0f * 65536};
+  const float ratio = fminf(kTop / fmaxf(__uint_as_float(largest), 1e-30f), 1e37f);
+  const float inverse = __uint_as_float(__float_as_uint(ratio) & 0x7f800000u);
+  scale = largest >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : 1.0f / inverse;
+  return largest == 0 ? 0.0f : inverse;
+}
+
+// Planes, sums and scales of one slice of one row, by one warp, into `image` (laid out as the plan says).
+template <WeightFormat F, bool Grouped, int D, int C, bool Aligned>
+__device__ __forceinline__ void prepare_slice(const DecodeArgs& a, uint8_t* image, int part, int slice, int row) {
+  constexpr bool kFloat{kFloatActivations<F, D>};
+  constexpr int kHeld{kFloat ? 2 : 4};  // rounds of 256 columns that stay in registers between maximum and planes
+  constexpr int kRound{8 * kWarp};
+  const DecodePlan& p = a.plan;
+  const int lane = threadIdx.x % kWarp;
+  const int block_k = slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK;
+  const int first = slice_begin((part << p.block_log) + slice, p.slices_log, a.steps) * kStepK;
+  const int last = slice_begin((part << p.block_log) + slice + 1, p.slices_log, a.steps) * kStepK;
+  int* const sums = reinterpret_cast<int*>(image + p.sums_at);
+  Chunk<kFloat> held[kHeld];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    held[i] = load_chunk<kFloat, Aligned>(a, row, first + i * kRound + 8 * lane, last);
+  }
+
+  float inverse{1.0f}, scale{1.0f};
+  if constexpr (Format<F>::kScaled) {
+    uint32_t largest{0};
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) largest = max(largest, held[i].largest());
+#pragma unroll 1
+    for (int k = first + kHeld * kRound + 8 * lane; k < last; k += kRound) {
+      largest = max(largest, load_chunk<kFloat, Aligned>(a, row, k, last).largest());
+    }
+    inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
+  }
+  if (lane == 0) reinterpret_cast<float*>(image + p.scales_at)[slice * C + row] = scale;
+
+  int slice_sum[D]{};
+  const auto emit = [&](const Chunk<kFloat>& chunk, int base) {  // all lanes together
+    const int k = base + 8 * lane;
+    int sum[D]{};
+    if (k < last) {
+      float v[8];
+      chunk.unpack(v);
+      uint8_t* const at = image + p.planes_at + row * p.plane_pitch + (k - block_k) * D * Format<F>::kPlaneBytes;
+      store_planes<F, D>(at, v, inverse, sum);
+    }
+    if constexpr (Grouped) {
+      const int lanes = (1 << a.group_shift) / 8;
+#pragma unroll
+      for (int d = 0; d < D; ++d) {
+#pragma unroll
+        for (int offset = 1; offset < 16; offset *= 2) {
+          const int other = __shfl_xor_sync(kAllLanes, sum[d], offset);
+          if (offset < lanes) sum[d] += other;
+        }
+        if (k < last && lane % lanes == 0) sums[(((k - block_k) >> a.group_shift) * D + d) * C + row] = sum[d];
+      }
+    } else {
+#pragma unroll
+      for (int d = 0; d < D; ++d) slice_sum[d] += sum[d];
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    if (first + i * kRound < last) emit(held[i], first + i * kRound);
+  }
+#pragma unroll 1
+  for (int base = first + kHeld * kRound; base < last; base += kRound) {
+    emit(load_chunk<kFloat, Aligned>(a, row, base + 8 * lane, last), base);
+  }
+  if constexpr (Format<F>::kInteger && !Grouped) {
+#pragma unroll
+    for (int d = 0; d < D; ++d) {
+      const int total = __reduce_add_sync(kAllLanes, slice_sum[d]);
+      if (lane == 0) sums[(slice * D + d) * C + row] = total;
+    }
+  }
+}
+
+// One warp per slice and row, for plans whose blocks copy their part's image instead of preparing it again.
+template <WeightFormat F, bool Grouped, int D, int C>
+__global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __grid_constant__ DecodeArgs a) {
+  dependency_wait();
+  dependency_release();
+  const int warp = blockIdx.x * kDecodeWarps + threadIdx.x / kWarp;
+  if (warp >= a.plan.m << a.plan.slices_log) return;
+  const int slice = warp & (a.plan.slices() - 1), row = warp >> a.plan.slices_log, part = slice >> a.plan.block_log;
+  uint8_t* const image = a.images + part * a.plan.image_bytes;
+  if (a.x_aligned) {
+    prepare_slice<F, Grouped, D, C, true>(a, image, part, slice & (a.plan.block_slices() - 1), row);
+  } else {
+    prepare_slice<F, Grouped, D, C, false>(a, image, part, slice & (a.plan.block_slices() - 1), row);
+  }
+}
+
+// The block's image, into shared memory.
+template <WeightFormat F, bool Grouped, int D, int C>
+__device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, int part) {
+  const DecodePlan& p = a.plan;
+  if (a.images != nullptr) {
+    const uint4* const from = reinterpret_cast<const uint4*>(a.images + part * p.image_bytes);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < p.image_bytes / 16; i += kDecodeThreads) reinterpret_cast<uint4*>(image)[i] = from[i];
+  } else {
+#pragma unroll 1
+    for (int pair = threadIdx.x / kWarp; pair < p.m << p.block_log; pair += kDecodeWarps) {
+      prepare_slice<F, Grouped, D, C, true>(a, image, part, pair & (p.block_slices() - 1), pair >> p.block_log);
+    }
+  }
+}
+
+}  // namespace nibblelm::cuda
