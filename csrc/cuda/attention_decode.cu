@@ -114,7 +114,7 @@ struct Accumulator {
 template <int D, bool kOptions>
 __global__ void __launch_bounds__(kThreads, 2)
     attention_decode_kernel(AttentionArgs a, int64_t first_row, int groups, int splits) {
-  __shared__ float outputs[kWarps][kHeads][D];
+  __shared__ __align__(16) float outputs[kWarps][kHeads][D];
   __shared__ float2 statistics[kWarps][kHeads];
   static_assert(kHeads * kMaxSplits <= kWarps * kHeads * D);  // `outputs` serves as the weights of the merge
   dependency_wait();

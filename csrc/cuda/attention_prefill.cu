@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kWarps{4};
 constexpr int kThreads{kWarps * kWarp};
+constexpr size_t kBoundsBytes{4 * sizeof(int)};
 
 // kStrips strips of 16 query rows a warp: two halve the shared-memory reads per product where registers allow it.
 template <int D>
@@ -18,7 +19,8 @@ struct Shape {
   static constexpr int kStrips{D <= 128 ? 2 : 1};
   static constexpr int kRows{kWarps * 16 * kStrips};
   static constexpr int kColumns{D <= 128 ? 64 : 32};
-  static constexpr size_t kShared{sizeof(bf16) * D * (kRows + 4 * kColumns)};  // q, then two stages of keys and values
+  // q, then two stages of keys and values, then the bounds of the rows' intervals.
+  static constexpr size_t kShared{sizeof(bf16) * D * (kRows + 4 * kColumns) + kBoundsBytes};
 };
 
 // Address of 16-byte chunk `chunk` of a row of D values; the exclusive or spreads eight rows over all banks.
@@ -109,10 +111,11 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
   using S = Shape<D>;
   constexpr int kStrips{S::kStrips}, kColumns{S::kColumns}, kTiles{kColumns / 8};
   extern __shared__ __align__(128) unsigned char storage[];
-  __shared__ int bounds[4];  // of the tile's rows: least and greatest first, least and greatest end
   dependency_wait();
   dependency_release();
   const uint32_t q_tile = shared_address(storage), kv_tiles = q_tile + sizeof(bf16) * D * S::kRows;
+  // Of the tile's rows: least and greatest first, least and greatest end.
+  int* const bounds = reinterpret_cast<int*>(storage + S::kShared - kBoundsBytes);
   constexpr uint32_t kTileBytes{sizeof(bf16) * D * kColumns};
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
   const int head = blockIdx.x, kv_head = head / (a.heads / a.kv_heads);

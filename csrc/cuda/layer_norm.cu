@@ -4,7 +4,7 @@
 namespace nibblelm::cuda {
 
 void layer_norm(const NormArgs& args, DType dtype, const Launch& launch) {
-  with_activation(dtype, "layer_norm", [&]<class T>() { launch_norm<T, true>(args, dtype, "layer_norm", launch); });
+  launch_norm<true>(args, dtype, "layer_norm", launch);
 }
 
 }  // namespace nibblelm::cuda

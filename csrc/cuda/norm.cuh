@@ -1,4 +1,4 @@
-// One kernel for both norms: a row is read once, kept in shared memory as fp32, and written once.
+// One kernel for both norms: a row is read once into registers and written once. Rows too long for that are read again.
 #pragma once
 
 #include <algorithm>
@@ -9,96 +9,171 @@
 
 namespace nibblelm::cuda {
 
-constexpr int kMaxNormColumns{49152};  // fp32 row within the 227 KB of one block
-constexpr int kNormRowsPerBlock{8};    // for rows so short that one warp takes a row
-constexpr int kNormShortVectors{64};   // 16-byte accesses of such a row at most
+constexpr int kNormMaxThreads{1024};
+constexpr int kNormRowsPerBlock{8};   // for rows so short that one warp takes a row
+constexpr int kNormShortVectors{64};  // 16-byte accesses of such a row at most
 
 // The sum over the threads of one row: a warp (scratch unused) or the block.
 __device__ __forceinline__ float row_sum(float x, float* scratch) {
   return blockDim.x == kWarp ? warp_sum(x) : block_sum(x, scratch);
 }
 
-// blockDim.x threads take a row, blockDim.y rows a block (more than one only with one warp each).
-// kCentre subtracts the mean (LayerNorm). Dynamic shared memory: blockDim.y * columns floats.
-template <class T, int V, bool kCentre>
-__global__ void norm_kernel(NormArgs a) {
-  extern __shared__ __align__(16) float rows[];
-  __shared__ float scratch[kWarp];
+// One row of one thread's pointers.
+template <class T>
+struct NormRow {
+  const T* x;
+  const T* residual;
+  T* y;
+  T* h;
+
+  __device__ NormRow(const NormArgs& a, int64_t row) {
+    const int64_t head = row % a.heads * a.columns, m = row / a.heads;
+    x = static_cast<const T*>(a.x) + m * a.x_stride + head;
+    residual = a.residual == nullptr ? nullptr : static_cast<const T*>(a.residual) + m * a.residual_stride + head;
+    y = static_cast<T*>(a.y) + row * a.columns;
+    h = static_cast<T*>(a.h) + row * a.columns;
+  }
+
+  // The sum is normed as it is stored in h: rounded to the activations' type.
+  __device__ __forceinline__ static float sum_of(float x, float r) { return to_float(from_float<T>(x + r)); }
+
+  template <int V>
+  __device__ __forceinline__ void finish(const NormArgs& a, const float (&v)[V], int c, float mean,
+                                         float factor) const {
+    float w[V], b[V] = {}, out[V];
+    load_constant(a.weight + c, w);
+    if (a.bias != nullptr) load_constant(a.bias + c, b);
+#pragma unroll
+    for (int i = 0; i < V; ++i) out[i] = (v[i] - mean) * factor * (a.plus_one ? 1.0f + w[i] : w[i]) + b[i];
+    store(y + c, out);
+  }
+};
+
+// blockDim.x threads take a row, blockDim.y rows a block (more than one only with one warp each); a thread holds kHeld
+// groups of V values. kCentre subtracts the mean (LayerNorm).
+template <class T, int V, bool kCentre, int kHeld>
+__global__ void __launch_bounds__(kNormMaxThreads) norm_kernel(NormArgs a) {
+  __shared__ float scratch[2][kWarp];
   dependency_wait();
   dependency_release();
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (row >= a.rows) return;
-  float* const cache = rows + static_cast<int64_t>(threadIdx.y) * a.columns;
-  const int64_t head = row % a.heads * a.columns, m = row / a.heads;
-  const T* const x = static_cast<const T*>(a.x) + m * a.x_stride + head;
-  const T* const residual = static_cast<const T*>(a.residual) + m * a.residual_stride + head;
-  T* const y = static_cast<T*>(a.y) + row * a.columns;
-  T* const h = static_cast<T*>(a.h) + row * a.columns;
-
-  float sum = 0.0f;
-  for (int c = threadIdx.x * V; c < a.columns; c += blockDim.x * V) {
-    float v[V];
-    load(x + c, v);
-    if (a.residual != nullptr) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (index >= a.rows) return;
+  const NormRow<T> row(a, index);
+  const auto column = [](int i) { return (i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * V; };
+  float v[kHeld][V];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+#pragma unroll
+    for (int j = 0; j < V; ++j) v[i][j] = 0.0f;
+    if (column(i) < a.columns) load(row.x + column(i), v[i]);
+  }
+  if (row.residual != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
       float r[V];
-      load(residual + c, r);
+      if (column(i) >= a.columns) continue;
+      load(row.residual + column(i), r);
 #pragma unroll
-      // The sum is normed as it is stored: rounded to the activations' type.
-      for (int i = 0; i < V; ++i) v[i] = to_float(from_float<T>(v[i] + r[i]));
-      store(h + c, v);
+      for (int j = 0; j < V; ++j) v[i][j] = row.sum_of(v[i][j], r[j]);
     }
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      cache[c + i] = v[i];
-      sum += kCentre ? v[i] : v[i] * v[i];
-    }
+    for (int i = 0; i < kHeld; ++i)
+      if (column(i) < a.columns) store(row.h + column(i), v[i]);
   }
-  sum = row_sum(sum, scratch);
-  float mean = 0.0f;
+
+  const float count = static_cast<float>(a.columns);
+  float mean = 0.0f, sum = 0.0f;
   if constexpr (kCentre) {
-    if (blockDim.x > kWarp) __syncthreads();  // scratch is free again
-    mean = sum / static_cast<float>(a.columns);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i)
+#pragma unroll
+      for (int j = 0; j < V; ++j) sum += v[i][j];
+    mean = row_sum(sum, scratch[0]) / count;
     sum = 0.0f;
-    for (int c = threadIdx.x * V; c < a.columns; c += blockDim.x * V) {
-#pragma unroll
-      for (int i = 0; i < V; ++i) sum += (cache[c + i] - mean) * (cache[c + i] - mean);
-    }
-    sum = row_sum(sum, scratch);
   }
-  const float factor = rsqrtf(sum / static_cast<float>(a.columns) + a.eps);
-  for (int c = threadIdx.x * V; c < a.columns; c += blockDim.x * V) {
-    float w[V], v[V], b[V] = {};
-    load(a.weight + c, w);
-    if (a.bias != nullptr) load(a.bias + c, b);
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      const float gain = a.plus_one ? 1.0f + w[i] : w[i];
-      v[i] = (cache[c + i] - mean) * factor * gain + b[i];
+  for (int i = 0; i < kHeld; ++i)
+#pragma unroll
+    for (int j = 0; j < V; ++j) sum += column(i) < a.columns ? (v[i][j] - mean) * (v[i][j] - mean) : 0.0f;
+  const float factor = rsqrtf(row_sum(sum, scratch[1]) / count + a.eps);
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i)
+    if (column(i) < a.columns) row.finish(a, v[i], column(i), mean, factor);
+}
+
+// The same for rows that do not fit in registers: every pass reads x (or h) again.
+template <class T, int V, bool kCentre>
+__global__ void __launch_bounds__(kNormMaxThreads) norm_long_kernel(NormArgs a) {
+  __shared__ float scratch[2][kWarp];
+  dependency_wait();
+  dependency_release();
+  const NormRow<T> row(a, blockIdx.x);
+  const int first = static_cast<int>(threadIdx.x) * V, step = kNormMaxThreads * V;
+  const float count = static_cast<float>(a.columns);
+  const T* const normed = row.residual == nullptr ? row.x : row.h;  // a thread reads back only what it wrote
+  float mean = 0.0f, sum = 0.0f;
+  for (int c = first; c < a.columns; c += step) {
+    float v[V], r[V];
+    load(row.x + c, v);
+    if (row.residual != nullptr) {
+      load(row.residual + c, r);
+#pragma unroll
+      for (int i = 0; i < V; ++i) v[i] = row.sum_of(v[i], r[i]);
+      store(row.h + c, v);
     }
-    store(y + c, v);
+#pragma unroll
+    for (int i = 0; i < V; ++i) sum += kCentre ? v[i] : v[i] * v[i];
+  }
+  sum = block_sum(sum, scratch[0]);
+  if constexpr (kCentre) {
+    mean = sum / count;
+    sum = 0.0f;
+    for (int c = first; c < a.columns; c += step) {
+      float v[V];
+      load(normed + c, v);
+#pragma unroll
+      for (int i = 0; i < V; ++i) sum += (v[i] - mean) * (v[i] - mean);
+    }
+    sum = block_sum(sum, scratch[1]);
+  }
+  const float factor = rsqrtf(sum / count + a.eps);
+  for (int c = first; c < a.columns; c += step) {
+    float v[V];
+    load(normed + c, v);
+    row.finish(a, v, c, mean, factor);
   }
 }
 
 // The block depends on the columns alone, so a row's sum has one order whatever the number of rows.
-template <class T, bool kCentre>
+template <class T, int V, bool kCentre, class What>
+void launch_norm(const NormArgs& a, const Launch& launch, What what) {
+  constexpr int kHeld[]{2, 4};
+  const int vectors = ceil_div(a.columns, V);
+  if (vectors > kNormMaxThreads * kHeld[1]) {
+    launch_kernel(launch, what, norm_long_kernel<T, V, kCentre>, dim3(static_cast<unsigned>(a.rows)),
+                  dim3(kNormMaxThreads), 0, a);
+    return;
+  }
+  const bool many = vectors >= 512, one_warp = vectors <= kNormShortVectors;
+  const dim3 block = one_warp ? dim3(kWarp, kNormRowsPerBlock) : dim3(ceil_div(vectors, kHeld[many] * kWarp) * kWarp);
+  launch_kernel(launch, what, many ? norm_kernel<T, V, kCentre, kHeld[1]> : norm_kernel<T, V, kCentre, kHeld[0]>,
+                dim3(ceil_div(a.rows, block.y)), block, 0, a);
+}
+
+template <bool kCentre>
 void launch_norm(const NormArgs& a, DType dtype, const char* op, const Launch& launch) {
   if (a.rows == 0) return;
   const auto what = [&] {
     return std::string(op) + " rows=" + std::to_string(a.rows) + " columns=" + std::to_string(a.columns) + " " +
            name(dtype);
   };
-  if (a.columns > kMaxNormColumns) throw std::invalid_argument(what() + ": at most 49152 columns");
-  constexpr int kV{kWide<T>};
-  const int64_t row_bytes = a.columns * sizeof(T);
-  const bool wide = aligned16(a.x, a.x_stride * sizeof(T)) && aligned16(a.residual, a.residual_stride * sizeof(T)) &&
-                    aligned16(a.y, row_bytes) && aligned16(a.h, row_bytes) && aligned16(a.weight, 0) &&
-                    aligned16(a.bias, 0);
-  const bool one_warp = ceil_div(a.columns, kV) <= kNormShortVectors;
-  const int threads = std::min(1024, ceil_div(a.columns, (wide ? kV : 1) * kWarp) * kWarp);
-  const dim3 block = one_warp ? dim3(kWarp, kNormRowsPerBlock) : dim3(threads);
-  const size_t shared = sizeof(float) * block.y * a.columns;
-  launch_kernel(launch, what, wide ? norm_kernel<T, kV, kCentre> : norm_kernel<T, 1, kCentre>,
-                dim3(ceil_div(a.rows, block.y)), block, shared, a);
+  with_activation(dtype, op, [&]<class T>() {
+    const int64_t row_bytes = a.columns * sizeof(T);
+    const bool wide = aligned16(a.x, a.x_stride * sizeof(T)) && aligned16(a.residual, a.residual_stride * sizeof(T)) &&
+                      aligned16(a.y, row_bytes) && aligned16(a.h, row_bytes) && aligned16(a.weight, 0) &&
+                      aligned16(a.bias, 0);
+    return wide ? launch_norm<T, kWide<T>, kCentre>(a, launch, what) : launch_norm<T, 1, kCentre>(a, launch, what);
+  });
 }
 
 }  // namespace nibblelm::cuda

@@ -4,7 +4,7 @@
 namespace nibblelm::cuda {
 
 void rms_norm(const NormArgs& args, DType dtype, const Launch& launch) {
-  with_activation(dtype, "rms_norm", [&]<class T>() { launch_norm<T, false>(args, dtype, "rms_norm", launch); });
+  launch_norm<false>(args, dtype, "rms_norm", launch);
 }
 
 }  // namespace nibblelm::cuda

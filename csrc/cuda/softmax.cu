@@ -13,7 +13,7 @@ namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kWarpRows{4};  // rows a block in the warp form
+constexpr int kWarpsPerBlock{8};  // of the warp form
 constexpr int kMaxThreads{1024};
 constexpr int kMaxValues{32};  // values a thread holds: 32 of the 64 registers that 1024 threads leave it
 constexpr int kMaxCluster{8};  // the largest that every device with clusters takes
@@ -31,23 +31,45 @@ __device__ __forceinline__ Partial merge(Partial a, Partial b) {
   return {m, a.d * expf(a.m - m) + b.d * expf(b.m - m)};
 }
 
-// exp(x - m), 0 where the whole row is -inf.
-__device__ __forceinline__ float shifted_exp(float x, float m) { return m == -INFINITY ? 0.0f : expf(x - m); }
+// What is subtracted before the exponential: the maximum, or 0 where all values are -inf, which keeps NaN out.
+__device__ __forceinline__ float base_of(float m) { return m == -INFINITY ? 0.0f : m; }
 
-// The values of part of a row in registers. `exponentials` leaves exp(x - m) in their place, so that softmax computes
-// each exponential once; log_softmax keeps the values.
+// Part of a row in registers.
 template <class T, int V, int kValues>
 struct Held {
   float x[kValues];
 
+  // All loads are issued before the first value is used.
   __device__ __forceinline__ void read(const T* row, int columns, int thread, int threads) {
+    constexpr int kWords{V * static_cast<int>(sizeof(T)) / 4};
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) x[i] = -INFINITY;
 #pragma unroll
     for (int i = 0; i < kValues; i += V) {
       const int c = (i / V * threads + thread) * V;
-      float v[V];
-      if (c < columns) load(row + c, v);
+      if (c >= columns) continue;
+      if constexpr (kWords == 4 && sizeof(T) == 4) {
+        read_16(row + c, x[i], x[i + 1], x[i + 2], x[i + 3]);
+      } else if constexpr (kWords == 4) {
+        read_16(row + c, x[i], x[i + 1], x[i + 2], x[i + 3]);  // two values a word, spread below
+      } else {
+        x[i] = to_float(row[c]);
+      }
+    }
+    if constexpr (kWords == 4 && sizeof(T) == 2) {
 #pragma unroll
-      for (int j = 0; j < V; ++j) x[i + j] = c < columns ? v[j] : -INFINITY;
+      for (int i = 0; i < kValues; i += V) {
+        const bool real = (i / V * threads + thread) * V < columns;
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[j] = __float_as_uint(x[i + j]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 pair = unpack2<T>(words[j]);
+          x[i + 2 * j] = real ? pair.x : -INFINITY;
+          x[i + 2 * j + 1] = real ? pair.y : -INFINITY;
+        }
+      }
     }
   }
   __device__ __forceinline__ float maximum() const {
@@ -56,44 +78,58 @@ struct Held {
     for (int i = 0; i < kValues; ++i) m = fmaxf(m, x[i]);
     return m;
   }
-  __device__ __forceinline__ float exponentials(float m, bool logarithm) {
+  // Sums exp(x - base). Leaves the exponentials in place, so that softmax computes each once, or the differences.
+  __device__ __forceinline__ float exponentials(float base, bool logarithm) {
     float d = 0.0f;
+    if (logarithm) {
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const float e = shifted_exp(x[i], m);
-      d += e;
-      if (!logarithm) x[i] = e;
+      for (int i = 0; i < kValues; ++i) {
+        x[i] -= base;
+        d += expf(x[i]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        x[i] = expf(x[i] - base);
+        d += x[i];
+      }
     }
     return d;
   }
-  // `m` is what `exponentials` was given, `row` the merged statistics of the whole row.
+  // `m` is the maximum whose base `exponentials` was given, `row` the merged statistics of the whole row.
   __device__ __forceinline__ void write(T* out, int columns, int thread, int threads, float m, Partial row,
                                         bool logarithm) const {
-    const float scale = row.d == 0.0f ? 0.0f : shifted_exp(m, row.m) / row.d;
-    const float log_d = row.d == 0.0f ? 0.0f : logf(row.d), shift = row.d == 0.0f ? 0.0f : row.m;
+    const float shift = base_of(row.m);
+    const float scale = logarithm ? 1.0f : row.d == 0.0f ? 0.0f : expf(m - shift) / row.d;
+    const float offset = !logarithm ? 0.0f : (base_of(m) - shift) - (row.d == 0.0f ? 0.0f : logf(row.d));
 #pragma unroll
     for (int i = 0; i < kValues; i += V) {
       const int c = (i / V * threads + thread) * V;
       float v[V];
 #pragma unroll
-      for (int j = 0; j < V; ++j) v[j] = logarithm ? (x[i + j] - shift) - log_d : x[i + j] * scale;
+      for (int j = 0; j < V; ++j) v[j] = x[i + j] * scale + offset;
       if (c < columns) store(out + c, v);
     }
   }
 };
 
-template <class T, int V, int kValues>
-__global__ void __launch_bounds__(kWarpRows* kWarp)
+// kRows rows a warp: short rows need several for enough bytes in flight.
+template <class T, int V, int kValues, int kRows>
+__global__ void __launch_bounds__(kWarpsPerBlock* kWarp)
     softmax_warp(const T* x, T* y, int64_t rows, int columns, bool logarithm) {
   dependency_wait();
   dependency_release();
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarpRows + threadIdx.x / kWarp;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / kWarp) * kRows;
   const int lane = threadIdx.x % kWarp;
-  if (row >= rows) return;
-  Held<T, V, kValues> held;
-  held.read(x + row * columns, columns, lane, kWarp);
-  const float m = warp_max(held.maximum()), d = warp_sum(held.exponentials(m, logarithm));
-  held.write(y + row * columns, columns, lane, kWarp, m, {m, d}, logarithm);
+  Held<T, V, kValues> held[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) held[r].read(x + (first + r) * columns, first + r < rows ? columns : 0, lane, kWarp);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float m = warp_max(held[r].maximum()), d = warp_sum(held[r].exponentials(base_of(m), logarithm));
+    const int count = first + r < rows ? columns : 0;
+    held[r].write(y + (first + r) * columns, count, lane, kWarp, m, {m, d}, logarithm);
+  }
 }
 
 // One row per cluster of `gridDim.x` blocks (1 without clusters), `share` columns a block. The blocks exchange their
@@ -109,7 +145,7 @@ __global__ void __launch_bounds__(kMaxThreads) softmax_block(const T* x, T* y, i
   Held<T, V, kValues> held;
   held.read(x + start, count, threadIdx.x, blockDim.x);
   Partial row{block_max(held.maximum(), scratch[0]), 0.0f};
-  row.d = block_sum(held.exponentials(row.m, logarithm), scratch[1]);
+  row.d = block_sum(held.exponentials(base_of(row.m), logarithm), scratch[1]);
   const float m = row.m;
 #if __CUDA_ARCH__ >= 900
   if (gridDim.x > 1) {
@@ -132,18 +168,14 @@ __global__ void __launch_bounds__(kMaxThreads) softmax_online(const T* x, T* y, 
   dependency_release();
   x += blockIdx.x * columns;
   y += blockIdx.x * columns;
+  constexpr int kValues{4 * kWide<T>};
+  const int64_t step = static_cast<int64_t>(kValues) * blockDim.x;
+  Held<T, V, kValues> held;
   Partial part{-INFINITY, 0.0f};
-#pragma unroll 4
-  for (int64_t c = static_cast<int64_t>(threadIdx.x) * V; c < columns; c += blockDim.x * V) {
-    float v[V];
-    load(x + c, v);
-    float m = part.m;
-#pragma unroll
-    for (int i = 0; i < V; ++i) m = fmaxf(m, v[i]);
-    float d = 0.0f;
-#pragma unroll
-    for (int i = 0; i < V; ++i) d += shifted_exp(v[i], m);
-    part = merge(part, {m, d});
+  for (int64_t c = 0; c < columns; c += step) {
+    held.read(x + c, static_cast<int>(min(step, columns - c)), threadIdx.x, blockDim.x);
+    const float m = fmaxf(part.m, held.maximum());
+    part = merge(part, {m, held.exponentials(base_of(m), false)});
   }
   const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
   const auto warp_merge = [](Partial p) {
@@ -156,15 +188,11 @@ __global__ void __launch_bounds__(kMaxThreads) softmax_online(const T* x, T* y, 
   if (lane == 0) scratch[threadIdx.x / kWarp] = part;
   __syncthreads();
   part = warp_merge(lane < warps ? scratch[lane] : Partial{-INFINITY, 0.0f});
-  const float scale = part.d == 0.0f ? 0.0f : 1.0f / part.d, log_d = part.d == 0.0f ? 0.0f : logf(part.d);
-  const float shift = part.d == 0.0f ? 0.0f : part.m;
-#pragma unroll 4
-  for (int64_t c = static_cast<int64_t>(threadIdx.x) * V; c < columns; c += blockDim.x * V) {
-    float v[V];
-    load(x + c, v);
-#pragma unroll
-    for (int i = 0; i < V; ++i) v[i] = logarithm ? (v[i] - shift) - log_d : expf(v[i] - shift) * scale;
-    store(y + c, v);
+  for (int64_t c = 0; c < columns; c += step) {
+    const int count = static_cast<int>(min(step, columns - c));
+    held.read(x + c, count, threadIdx.x, blockDim.x);
+    held.exponentials(base_of(part.m), logarithm);
+    held.write(y + c, count, threadIdx.x, blockDim.x, part.m, part, logarithm);
   }
 }
 
@@ -258,10 +286,10 @@ void softmax(const void* x, void* y, int64_t rows, int64_t columns, bool logarit
     auto* out = static_cast<T*>(y);
     if (form == SoftmaxForm::warp) {
       const bool few = columns <= kWarp * 8;
-      const auto kernel = few ? (wide ? softmax_warp<T, kV, 8> : softmax_warp<T, 1, 8>)
-                              : (wide ? softmax_warp<T, kV, 32> : softmax_warp<T, 1, 32>);
-      launch_kernel(launch, what, kernel, dim3(ceil_div(rows, kWarpRows)), dim3(kWarpRows * kWarp), 0, in, out, rows,
-                    static_cast<int>(columns), logarithm);
+      const auto kernel = few ? (wide ? softmax_warp<T, kV, 8, 4> : softmax_warp<T, 1, 8, 4>)
+                              : (wide ? softmax_warp<T, kV, 32, 1> : softmax_warp<T, 1, 32, 1>);
+      launch_kernel(launch, what, kernel, dim3(ceil_div(rows, kWarpsPerBlock * (few ? 4 : 1))),
+                    dim3(kWarpsPerBlock * kWarp), 0, in, out, rows, static_cast<int>(columns), logarithm);
     } else if (form == SoftmaxForm::online) {
       launch_kernel(launch, what, wide ? softmax_online<T, kV> : softmax_online<T, 1>,
                     dim3(static_cast<unsigned>(rows)), dim3(kMaxThreads), 0, in, out, columns, logarithm);

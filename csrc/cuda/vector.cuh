@@ -9,6 +9,21 @@ namespace nibblelm::cuda {
 template <class T>
 constexpr int kWide{Vec<T>::kSize};
 
+// The two 16-bit values of a word, the low half first.
+template <class T>
+__device__ __forceinline__ float2 unpack2(uint32_t word) {
+  if constexpr (std::is_same_v<T, bf16>) {  // a bf16 is the upper half of an fp32
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+  } else {
+    return __half22float2(*reinterpret_cast<const __half2*>(&word));
+  }
+}
+
+// Four words whose loads the compiler neither moves behind a use of another's result nor merges.
+__device__ __forceinline__ void read_16(const void* p, float& a, float& b, float& c, float& d) {
+  asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "l"(p));
+}
+
 template <class T, int V>
 __device__ __forceinline__ void load(const T* p, float (&x)[V]) {
   if constexpr (V == 1) {
@@ -23,15 +38,26 @@ __device__ __forceinline__ void load(const T* p, float (&x)[V]) {
       for (int j = 0; j < 4; ++j) {
         if constexpr (sizeof(T) == 4) {
           x[i + j] = __uint_as_float(words[j]);
-        } else if constexpr (std::is_same_v<T, bf16>) {  // a bf16 is the upper half of an fp32
-          x[i + 2 * j] = __uint_as_float(words[j] << 16);
-          x[i + 2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
         } else {
-          const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&words[j]));
+          const float2 pair = unpack2<T>(words[j]);
           x[i + 2 * j] = pair.x;
           x[i + 2 * j + 1] = pair.y;
         }
       }
+    }
+  }
+}
+
+// The same from data that no kernel writes (gains, biases): such loads may move ahead of stores.
+template <int V>
+__device__ __forceinline__ void load_constant(const float* p, float (&x)[V]) {
+  if constexpr (V == 1) {
+    x[0] = __ldg(p);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; i += 4) {
+      const float4 four = __ldg(reinterpret_cast<const float4*>(p + i));
+      x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
     }
   }
 }

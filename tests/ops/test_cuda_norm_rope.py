@@ -67,8 +67,11 @@ def test_norm_long_rows_and_batch(dtype: torch.dtype) -> None:
     got = ops.layer_norm(x, weight[:4096], None, 1e-6)[0]
     error = (got.double() - norm_oracle("layer", x, weight[:4096], None, 1e-6, False)).norm() / got.norm()
     assert error < 1e-4
-    with pytest.raises(ValueError, match="49152"):
-        ops.rms_norm(normal(1, 50000), normal(50000), 1e-6)
+    for kind, op in (("rms", ops.rms_norm), ("layer", lambda *a: ops.layer_norm(a[0], a[1], None, *a[2:]))):
+        x, residual, weight = normal(2, 50001, dtype=dtype), normal(2, 50001, dtype=dtype), normal(50001)
+        y, h = op(x, weight, 1e-6, residual)
+        assert torch.equal(h, x + residual)
+        close(y, norm_oracle(kind, h, weight, None, 1e-6, False), scale=100)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
