@@ -76,15 +76,8 @@ def convert(
     finished by then is kept for `resume`.
     """
     started = time.monotonic()
-    options = Options(
-        bits=bits,
-        group_size=group_size,
-        symmetric=symmetric,
-        method=method,
-        keep=(keep,) if isinstance(keep, str) else tuple(keep),
-        keep_tied=keep_tied,
-        embeddings=embeddings,
-    )
+    rules = (keep,) if isinstance(keep, str) else tuple(keep)
+    options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings)
     shard_bytes = parse_size(max_shard_size)
     checkpoint = open_checkpoint(src)
     units = _plan(checkpoint, options, strict)
@@ -92,8 +85,8 @@ def convert(
     notes = fallbacks(units, options)
     if embeddings is not None:
         warnings.warn("transformers cannot open a folder with a quantized embedding table", stacklevel=2)
-    work = WorkFolder(Path(dst), checkpoint.folder, resume, overwrite, sum(file.nbytes for file in files))
     fingerprint = _fingerprint(checkpoint, options, files)
+    work = WorkFolder(Path(dst), checkpoint.folder, resume, overwrite, sum(file.nbytes for file in files))
     with work, Journal(work.path, fingerprint) as journal, FolderWriter(work.path, files) as writer:
         hashes = _SourceHashes(checkpoint, units)
         with hashes:

@@ -21,9 +21,9 @@ class WorkFolder:
 
     def __init__(self, destination: Path, source: Path, resume: bool, overwrite: bool, needed: int) -> None:
         self._destination = Path(os.path.realpath(destination))
+        _check_destination(self._destination, Path(os.path.realpath(source)), overwrite)
         self.path = self._destination.with_name(f".{self._destination.name}.partial")
         self._replaced = self._destination.with_name(f".{self._destination.name}.replaced")
-        _check_destination(self._destination, Path(os.path.realpath(source)), overwrite)
         finished = len(journal.parse_lines(self.path / journal.NAME)[0]) > 1
         if finished and not resume and not overwrite:
             raise ConvertError(

@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,6 +215,24 @@ def test_companions_are_copied_and_nothing_else(save, tmp_path):
     assert kept == read_config(source)
 
 
+def test_source_in_a_hub_cache_is_a_folder_of_links(save, tmp_path):
+    source = save("llama", name="plain")
+    (source / "tokenizer.json").write_text("{}")
+    cache = tmp_path / "models--org--name"
+    snapshot, blobs = cache / "snapshots" / "0123abcd", cache / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for path in source.iterdir():
+        shutil.copyfile(path, blobs / f"sha-{path.name}")
+        (snapshot / path.name).symlink_to(Path("../../blobs") / f"sha-{path.name}")
+    convert(snapshot, tmp_path / "from-cache")
+    convert(source, tmp_path / "from-folder")
+    for path in (tmp_path / "from-folder").iterdir():
+        copy = tmp_path / "from-cache" / path.name
+        assert not copy.is_symlink()
+        assert copy.read_bytes() == path.read_bytes()
+
+
 def test_record(save, tmp_path):
     source = save("llama")
     report = convert(source, tmp_path / "out", bits=4, group_size=32)
@@ -330,7 +350,7 @@ class TestDestination:
     def test_is_the_source_or_holds_it(self, save, tmp_path):
         source = save("llama", name="parent/source")
         (tmp_path / "link").symlink_to(source)
-        for folder in (source, tmp_path / "link", tmp_path / "parent", source / ".." / "source"):
+        for folder in (source, tmp_path / "link", tmp_path / "parent", source / ".." / "source", Path("/")):
             with pytest.raises(ConvertError, match="is the source or holds it"):
                 convert(source, folder, overwrite=True)
 
@@ -363,7 +383,7 @@ class TestDestination:
 
     def test_too_little_space(self, save, tmp_path, monkeypatch):
         source = save("llama")
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6 - 1000, 1000))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         with pytest.raises(ConvertError, match=r"GB more and 0\.00 GB are free"):
             convert(source, tmp_path / "out")
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
