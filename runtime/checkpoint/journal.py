@@ -27,7 +27,7 @@ class Journal:
     def __init__(self, folder: Path, fingerprint: dict[str, Any]) -> None:
         path = folder / NAME
         with typed_write_errors(path):
-            self._file = path.open("a+b")
+            self._file = path.open("a+b", buffering=0)
         self._path = path
         self.records: dict[str, dict[str, Any]] = {}
         try:
@@ -59,8 +59,9 @@ class Journal:
 
     def _append(self, line: dict[str, Any]) -> None:
         with typed_write_errors(self._path):
-            self._file.write(json.dumps(line).encode() + b"\n")
-            self._file.flush()
+            data = json.dumps(line).encode() + b"\n"
+            while data:  # unbuffered: a line that does not fit is an error here, not again when the file is closed
+                data = data[os.write(self._file.fileno(), data) :]
 
     def add(self, unit: str, record: dict[str, Any]) -> None:
         """Note a finished unit."""

@@ -40,7 +40,7 @@ class WorkFolder:
         if free + held < needed:
             self._remove_if_unused()
             raise ConvertError(
-                f"{destination} needs {(needed - held) / 1e9:.2f} GB more and {free / 1e9:.2f} GB are free on its disk"
+                f"{destination} needs {(needed - held) / 1e6:.1f} MB more and {free / 1e6:.1f} MB are free on its disk"
             )
 
     def __enter__(self) -> "WorkFolder":

@@ -384,7 +384,7 @@ class TestDestination:
     def test_too_little_space(self, save, tmp_path, monkeypatch):
         source = save("llama")
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        with pytest.raises(ConvertError, match=r"GB more and 0\.00 GB are free"):
+        with pytest.raises(ConvertError, match=r"MB more and 0\.0 MB are free"):
             convert(source, tmp_path / "out")
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nibblelm import convert
-from nibblelm.checkpoint import writer
+from nibblelm.checkpoint import journal, writer
 from nibblelm.errors import ConvertError
 
 WORK = ".out.partial"
@@ -130,19 +130,22 @@ def test_two_conversions_to_one_folder(save, tmp_path):
     assert (tmp_path / "out" / "config.json").exists()
 
 
-def test_disk_full_keeps_what_is_finished(save, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("module", "call", "room"), [(writer, "pwrite", 120_000), (journal, "write", 2_500)])
+def test_disk_full_keeps_what_is_finished(module, call, room, save, tmp_path, monkeypatch):
+    """The disk fills up under the weights, or under the journal; the last write is cut short, as systems do."""
     source = save("llama")
     convert(source, tmp_path / "whole")
-    pwrite, left = os.pwrite, 120_000
+    write, left = getattr(os, call), room
 
-    def nearly_full(descriptor, data, position):
+    def nearly_full(descriptor, data, *position):
         nonlocal left
-        if len(data) > left:
+        if left == 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        left -= len(data)
-        return pwrite(descriptor, data, position)
+        count = write(descriptor, data[:left], *position)
+        left -= count
+        return count
 
-    monkeypatch.setattr(writer.os, "pwrite", nearly_full)
+    monkeypatch.setattr(module.os, call, nearly_full)
     with pytest.raises(ConvertError, match=r"no space left while writing .*free some space and run .* --resume"):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
