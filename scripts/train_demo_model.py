@@ -12,7 +12,7 @@ Only 2 MB of stories exist, so a model of this size memorizes them long before i
    over-fits less than its members, and text that nobody has memorized can carry what it knows.
 3. The student, which is what is saved, learns those soft labels.
 
-One NVIDIA H200 takes about four minutes. `--smoke` runs every stage with toy sizes on a CPU in one minute.
+One NVIDIA H200 takes about five minutes. `--smoke` runs every stage with toy sizes on a CPU.
 """
 
 from __future__ import annotations
@@ -27,10 +27,20 @@ from pathlib import Path
 import torch
 from demo_model.corpus import BOS, EOS, Corpus, build_corpus
 from demo_model.distillation import train_student, train_teachers
-from demo_model.llama import Llama, Shape, quantized, sample, story_mask
+from demo_model.llama import Llama, Shape, quantized, story_mask
 from demo_model.training import Recipe, held_out_loss
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+
+# Chosen by reading stories: a lower temperature repeats itself, a higher one loses the thread.
+SAMPLING = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.95,
+    "top_k": 0,
+    "min_p": 0.05,
+    "repetition_penalty": 1.05,
+}
 
 CARD = """---
 license: apache-2.0
@@ -76,7 +86,7 @@ int4: round-to-nearest with zero-points in groups of 128, output table int8 per 
 
 ## Limits
 Its sentences are grammatical and simple, its plots often inconsistent: it forgets who did what and repeats itself. The
-sampling defaults (temperature {temperature:g}, top-p {top_p:g}) were chosen by reading its stories.
+sampling defaults in generation_config.json were chosen by reading its stories.
 
 ## Licence
 The weights are licensed under Apache-2.0.
@@ -87,7 +97,7 @@ def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def save(model: Llama, tok: Tokenizer, out: Path, temperature: float, top_p: float) -> None:
+def save(model: Llama, tok: Tokenizer, out: Path) -> None:
     """Write a Hugging Face folder: bf16 weights, config, tokenizer and sampling defaults."""
     out.mkdir(parents=True, exist_ok=True)
     state = {f"model.{k}": v.bfloat16().cpu().contiguous() for k, v in model.state_dict().items()}
@@ -105,8 +115,7 @@ def save(model: Llama, tok: Tokenizer, out: Path, temperature: float, top_p: flo
         "torch_dtype": "bfloat16",
     }
     write_json(out / "config.json", config)
-    sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-    write_json(out / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS, **sampling})
+    write_json(out / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS, **SAMPLING})
     tok.save(str(out / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "clean_up_tokenization_spaces": False}
     length = {"model_max_length": model.s.max_position_embeddings}
@@ -128,6 +137,23 @@ def check_with_transformers(model: Llama, tok: Tokenizer, out: Path, text: str) 
     return error
 
 
+def tell(rounded: Llama, out: Path, count: int) -> list[str]:
+    """Stories by the weights of `rounded` (on the CPU) with the saved sampling defaults, drawn by transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tok = AutoTokenizer.from_pretrained(out)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    model.load_state_dict({f"model.{k}": v for k, v in rounded.state_dict().items()}, strict=False)
+    assert rounded.head is not None
+    model.lm_head.weight = torch.nn.Parameter(rounded.head)  # untied: rows in int8
+    prompt = tok(["Once upon a time"] * count, return_tensors="pt")
+    torch.manual_seed(0)
+    limit = rounded.s.max_position_embeddings - prompt.input_ids.shape[1]
+    mask = prompt.attention_mask
+    stories = model.generate(prompt.input_ids, attention_mask=mask, max_new_tokens=limit)  # pyright: ignore
+    return tok.batch_decode(stories, skip_special_tokens=True)
+
+
 def evaluate(model: Llama, corpus: Corpus) -> str:
     """Held-out perplexity per token and bits per byte, as cells of the card's table."""
     loss = held_out_loss(model, corpus)
@@ -145,8 +171,6 @@ def arguments() -> argparse.Namespace:
         "--epochs", type=float, default=20, help="teachers' mean number of passes over the real stories"
     )
     parser.add_argument("--student-epochs", type=float, default=4, help="student's passes over what was labelled")
-    parser.add_argument("--temperature", type=float, default=0.7, help="sampling default to write")
-    parser.add_argument("--top-p", type=float, default=0.95, help="sampling default to write")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--smoke", action="store_true", help="toy sizes, to try every stage on a CPU")
     return parser.parse_args()
@@ -172,7 +196,7 @@ def main() -> None:
     student = train_student(shape, learning, teachers, corpus, args.stories, real)
     final = Llama(shape).eval()
     final.load_state_dict({k: v.bfloat16().float() for k, v in student.state_dict().items()})
-    save(final, corpus.tok, args.out, args.temperature, args.top_p)
+    save(final, corpus.tok, args.out)
     error = check_with_transformers(final, corpus.tok, args.out, corpus.held_out[0][:300])
     print(f"transformers opens the folder and agrees within {error:.1e}")
 
@@ -194,10 +218,7 @@ def main() -> None:
     (args.out / "README.md").write_text(card)
     for file in args.out.iterdir():  # save_file makes its file private
         file.chmod(0o644)
-    gen = torch.Generator(device).manual_seed(0)
-    prompt = corpus.tok.encode("Once upon a time").ids
-    for i, ids in enumerate(sample(rounded, prompt, 10, gen, args.temperature, args.top_p)):
-        print(f"--- int4 story {i}\n{corpus.tok.decode(ids.tolist())}")
+    print("\n---\n".join(tell(rounded.cpu(), args.out, 10)))
     print(f"{time.time() - began:.0f} s in all")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from demo_model.corpus import BOS, Corpus, pack
+from demo_model.corpus import Corpus, pack
 from demo_model.llama import Llama, Shape, autocast, sample, story_mask
 from demo_model.training import Batch, Recipe, build, story_batches, train
 
@@ -78,7 +78,7 @@ def write_stories(teachers: list[Llama], count: int, seed: int) -> list[np.ndarr
     """Let the teachers write `count` stories in turn, a little closer to their likeliest words than they speak."""
     gen = torch.Generator(teachers[0].cos.device).manual_seed(seed)
     sizes = [min(8192, count - done) for done in range(0, count, 8192)]
-    return [s for i, n in enumerate(sizes) for s in sample(teachers[i % len(teachers)], [BOS], n, gen, 0.9)]
+    return [s for i, n in enumerate(sizes) for s in sample(teachers[i % len(teachers)], n, gen, 0.9)]
 
 
 def train_student(

@@ -109,6 +109,8 @@ class Llama(nn.Module):
         self.head: Tensor | None = None  # an untied output table, used to simulate the int8 one
         inverse = s.rope_theta ** -(torch.arange(0, s.head_dim, 2) / s.head_dim)
         angles = torch.outer(torch.arange(s.max_position_embeddings), inverse).repeat(1, 2)
+        self.cos: Tensor
+        self.sin: Tensor
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, p in self.named_parameters():
@@ -159,33 +161,23 @@ def quantized(model: Llama) -> Llama:
 
 
 @torch.no_grad()
-def sample(
-    model: Llama, prompt: list[int], count: int, gen: torch.Generator, temperature: float = 1.0, top_p: float = 1.0
-) -> list[np.ndarray]:
-    """Return `count` int16 continuations of `prompt`, prompt and </s> included; one cut by the context has no </s>."""
+def sample(model: Llama, count: int, gen: torch.Generator, temperature: float) -> list[np.ndarray]:
+    """Return `count` int16 arrays <s> story </s>; a story cut by the context has no </s>."""
     model.eval()
     s, device = model.s, model.cos.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     heads = (s.num_key_value_heads, s.max_position_embeddings, s.head_dim)
     cache = torch.zeros(s.num_hidden_layers, 2, count, *heads, device=device, dtype=dtype)
     out = torch.full((count, s.max_position_embeddings), EOS, device=device)
-    out[:, : len(prompt)] = torch.tensor(prompt, device=device)
+    out[:, 0] = BOS
     alive = torch.arange(count, device=device)
-    start, end = 0, len(prompt)
-    while end < s.max_position_embeddings:
-        ids = out[alive, start:end]
-        mask = torch.ones(end - start, end, dtype=torch.bool, device=device).tril() if start == 0 else None
+    for end in range(1, s.max_position_embeddings):
         with autocast(device):
-            logits = model(ids, mask, cache, start)[:, -1].float()
+            logits = model(out[alive, end - 1 : end], None, cache, end - 1)[:, -1].float()
         probs = torch.softmax(logits / temperature, -1)
-        if top_p < 1:  # keep the smallest set that holds top_p: a token stays if those before it hold less
-            ordered, order = probs.sort(-1, descending=True)
-            ordered[ordered.cumsum(-1) - ordered >= top_p] = 0
-            probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
         out[alive, end] = torch.multinomial(probs, 1, generator=gen)[:, 0]
-        start, end = end, end + 1
-        if end % 32 == 0:  # finished stories leave the batch
-            going = out[alive, start] != EOS
+        if end % 32 == 31:  # finished stories leave the batch
+            going = out[alive, end] != EOS
             if not going.any():
                 break
             alive, cache = alive[going], cache[:, :, going]

@@ -57,9 +57,10 @@ class Muon:
             g = torch.stack([p.grad for p in group if p.grad is not None])
             m.lerp_(g, 1 - momentum)
             update = orthogonalize(g.lerp(m, momentum))
-            torch._foreach_mul_(group, 1 - lr * weight_decay)
             # 0.2 sqrt(larger side) gives the update the root mean square that Adam's has
-            torch._foreach_add_(group, list(update.unbind()), alpha=-lr * 0.2 * math.sqrt(max(m.shape[1:])))
+            rate = lr * 0.2 * math.sqrt(max(m.shape[1:]))
+            for p, u in zip(group, update.unbind(), strict=True):
+                p.mul_(1 - lr * weight_decay).sub_(u, alpha=rate)
 
 
 @torch.no_grad()
