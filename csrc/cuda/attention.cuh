@@ -9,8 +9,10 @@
 namespace nibblelm::cuda {
 
 constexpr float kLog2e{1.4426950408889634f};  // scores are kept times log2(e), so that 2^x serves
-constexpr int kMinSpan{256};                  // positions of the shortest split: one wave of blocks at 8k on the H200
+constexpr int kMinSpan{128};                  // positions of the shortest split
+constexpr int kSpanStep{64};                  // spans are multiples of what four warps take at a time
 constexpr int kMaxSplits{128};
+constexpr int kBlocksPerRow{256};  // wanted for a long row: about two a multiprocessor of the H200
 constexpr int kMaxArrivals{1 << 16};
 
 // Positions [first, end).
@@ -60,18 +62,19 @@ __device__ __forceinline__ float weight_of(float x, float m) { return m == -INFI
 // ---- splits: a function of the row's own interval alone, so batching cannot change a result ----
 
 struct Splits {
-  int span;   // positions a split: kMinSpan times a power of two
-  int count;  // at most kMaxSplits
+  int span;   // positions a split
+  int count;  // at most `limit`
 };
 
-__device__ __forceinline__ Splits splits_of(Interval range) {
+__device__ __forceinline__ Splits splits_of(Interval range, int limit) {
   const int length = range.end - range.first;
-  int span = kMinSpan;
-  while (length > span * kMaxSplits) span *= 2;
+  const int even = (length + limit * kSpanStep - 1) / (limit * kSpanStep) * kSpanStep;
+  const int span = max(kMinSpan, even);
   return {span, (length + span - 1) / span};
 }
 
-inline int max_splits(int64_t capacity) { return std::min(kMaxSplits, ceil_div(capacity, kMinSpan)); }
+// Most splits of a row when its heads take `groups` blocks each.
+inline int split_limit(int groups) { return std::clamp(kBlocksPerRow / groups, 16, kMaxSplits); }
 
 // Workspace: outputs (rows, heads, splits, head_dim), then (maximum, sum) pairs (rows, heads, splits).
 struct Partials {

@@ -14,14 +14,6 @@ constexpr int kThreads{kWarps * kWarp};
 constexpr int kHeads{8};  // columns of the mma
 constexpr int kTile{16};  // positions a warp takes at a time
 
-// Keys and values of 16 positions as lane (g = lane / 4, j = lane % 4) needs them: keys of positions g and g + 8 at
-// d = 32 c + 8 j .. + 7, values of positions 2j, 2j + 1, 2j + 8, 2j + 9 at d = 64 b + 8 g .. + 7.
-template <int D>
-struct Tile {
-  uint4 k[2][D / 32];
-  uint4 v[4][D / 64];
-};
-
 __device__ __forceinline__ uint4 read_if(const bf16* p, bool wanted) {
   uint4 x{0, 0, 0, 0};
   if (wanted)
@@ -31,24 +23,37 @@ __device__ __forceinline__ uint4 read_if(const bf16* p, bool wanted) {
   return x;
 }
 
-// Positions from `end` on read as zeros: an unwritten value may be NaN, and 0 * NaN would reach the sum.
+// Keys and values of 16 positions as lane (g = lane / 4, j = lane % 4) needs them. Positions from `end` on read as
+// zeros: an unwritten value may be NaN, and 0 * NaN would reach the sum.
 template <int D>
-__device__ __forceinline__ void read_tile(Tile<D>& tile, const bf16* k, const bf16* v, int p, int end, int g, int j) {
+struct Keys {  // of positions g and g + 8 at d = 32 c + 8 j .. + 7
+  uint4 k[2][D / 32];
+
+  __device__ __forceinline__ void read(const bf16* keys, int p, int end, int g, int j) {
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = p + g + 8 * half;
+    for (int half = 0; half < 2; ++half) {
+      const int row = p + g + 8 * half;
 #pragma unroll
-    for (int c = 0; c < D / 32; ++c)
-      tile.k[half][c] = read_if(k + static_cast<int64_t>(row) * D + 32 * c + 8 * j, row < end);
+      for (int c = 0; c < D / 32; ++c)
+        k[half][c] = read_if(keys + static_cast<int64_t>(row) * D + 32 * c + 8 * j, row < end);
+    }
   }
+};
+
+template <int D>
+struct Values {  // of positions 2j, 2j + 1, 2j + 8, 2j + 9 at d = 64 b + 8 g .. + 7
+  uint4 v[4][D / 64];
+
+  __device__ __forceinline__ void read(const bf16* values, int p, int end, int g, int j) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = p + 2 * j + (i & 1) + 8 * (i >> 1);
+    for (int i = 0; i < 4; ++i) {
+      const int row = p + 2 * j + (i & 1) + 8 * (i >> 1);
 #pragma unroll
-    for (int b = 0; b < D / 64; ++b)
-      tile.v[i][b] = read_if(v + static_cast<int64_t>(row) * D + 64 * b + 8 * g, row < end);
+      for (int b = 0; b < D / 64; ++b)
+        v[i][b] = read_if(values + static_cast<int64_t>(row) * D + 64 * b + 8 * g, row < end);
+    }
   }
-}
+};
 
 __device__ __forceinline__ uint32_t word(const uint4& x, int i) {
   return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
@@ -62,16 +67,19 @@ struct Accumulator {
   float m[2]{-INFINITY, -INFINITY};
   float l[2]{0.0f, 0.0f};  // over this lane's positions only, until the end
 
-  template <bool kOptions>
-  __device__ __forceinline__ void add(const AttentionArgs& a, const Tile<D>& tile, const uint4 (&q)[D / 32],
-                                      int64_t row, int position, int first_head, int p, int end, int g, int j) {
-    float s[4]{};
+  __device__ __forceinline__ static void dots(float (&s)[4], const Keys<D>& keys, const uint4 (&q)[D / 32]) {
 #pragma unroll
     for (int c = 0; c < D / 32; ++c) {
-      const uint4 &low = tile.k[0][c], &high = tile.k[1][c];
+      const uint4 &low = keys.k[0][c], &high = keys.k[1][c];
       mma_16816(s, low.x, high.x, low.y, high.y, q[c].x, q[c].y);
       mma_16816(s, low.z, high.z, low.w, high.w, q[c].z, q[c].w);
     }
+  }
+
+  // Takes the dot products of 16 positions from p on and leaves their weights, as operands, in p0 and p1.
+  template <bool kOptions>
+  __device__ __forceinline__ void weigh(const AttentionArgs& a, float (&s)[4], int64_t row, int position,
+                                        int first_head, int p, int end, int g, int j, uint32_t& p0, uint32_t& p1) {
     float highest[2]{m[0], m[1]};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -97,13 +105,17 @@ struct Accumulator {
       s[i] = weight_of(s[i], m[i & 1]);
       l[i & 1] += s[i];
     }
-    const uint32_t p0 = transpose_8x8(pack2<bf16>(s[0], s[1])), p1 = transpose_8x8(pack2<bf16>(s[2], s[3]));
+    p0 = transpose_8x8(pack2<bf16>(s[0], s[1]));
+    p1 = transpose_8x8(pack2<bf16>(s[2], s[3]));
+  }
+
+  __device__ __forceinline__ void add(const Values<D>& values, uint32_t p0, uint32_t p1) {
 #pragma unroll
     for (int b = 0; b < D / 64; ++b)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t v0 = word(tile.v[0][b], i), v1 = word(tile.v[1][b], i), v2 = word(tile.v[2][b], i),
-                       v3 = word(tile.v[3][b], i);
+        const uint32_t v0 = word(values.v[0][b], i), v1 = word(values.v[1][b], i), v2 = word(values.v[2][b], i),
+                       v3 = word(values.v[3][b], i);
         mma_16816(o[b][i], __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410),
                   __byte_perm(v2, v3, 0x7632), p0, p1);
       }
@@ -112,8 +124,8 @@ struct Accumulator {
 
 // Grid (splits, kv_heads * head groups, rows). Warps take tiles in turn; their triples are merged in warp order.
 template <int D, bool kOptions>
-__global__ void __launch_bounds__(kThreads, 2)
-    attention_decode_kernel(AttentionArgs a, int64_t first_row, int groups, int splits) {
+__global__ void __launch_bounds__(kThreads, D <= 128 ? 3 : 2)
+    attention_decode_kernel(AttentionArgs a, int64_t first_row, int groups, int limit) {
   __shared__ __align__(16) float outputs[kWarps][kHeads][D];
   __shared__ float2 statistics[kWarps][kHeads];
   static_assert(kHeads * kMaxSplits <= kWarps * kHeads * D);  // `outputs` serves as the weights of the merge
@@ -124,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int in_group = blockIdx.y % groups * kHeads, first_head = kv_head * per_kv + in_group;
   const int heads = min(kHeads, per_kv - in_group);
   const Interval range = attended(a, row);
-  const Splits plan = splits_of(range);
+  const Splits plan = splits_of(range, limit);
   const int split = blockIdx.x;
   if (split >= max(plan.count, 1)) return;
   if (plan.count == 0) {
@@ -139,30 +151,25 @@ __global__ void __launch_bounds__(kThreads, 2)
   const auto* const v = static_cast<const bf16*>(cache_row(a.v, a, a.slots[row], kv_head));
   const int position = a.positions[row];
   constexpr int kStep{kWarps * kTile};
-  // Two tiles in registers keep a second one in flight; at D = 256 one fills them.
-  constexpr int kTiles{D <= 128 ? 2 : 1};
-  Tile<D> tiles[kTiles];
   int p = begin + warp * kTile;
-  if (kTiles == 2 && p < end) read_tile(tiles[0], k, v, p, end, g, j);
+  Keys<D> keys;
+  Values<D> values;
+  keys.read(k, p, end, g, j);
+  values.read(v, p, end, g, j);
   const bf16* const query = static_cast<const bf16*>(a.q) + row * a.q_stride + (first_head + g) * D + 8 * j;
   uint4 q[D / 32];
 #pragma unroll
   for (int c = 0; c < D / 32; ++c)
     q[c] = g < heads ? *reinterpret_cast<const uint4*>(query + 32 * c) : uint4{0, 0, 0, 0};
   Accumulator<D> sum;
-  if constexpr (kTiles == 2) {
-    for (; p < end; p += 2 * kStep) {
-      if (p + kStep < end) read_tile(tiles[1], k, v, p + kStep, end, g, j);
-      sum.template add<kOptions>(a, tiles[0], q, row, position, first_head, p, end, g, j);
-      if (p + kStep >= end) break;
-      if (p + 2 * kStep < end) read_tile(tiles[0], k, v, p + 2 * kStep, end, g, j);
-      sum.template add<kOptions>(a, tiles[1], q, row, position, first_head, p + kStep, end, g, j);
-    }
-  } else {
-    for (; p < end; p += kStep) {
-      read_tile(tiles[0], k, v, p, end, g, j);
-      sum.template add<kOptions>(a, tiles[0], q, row, position, first_head, p, end, g, j);
-    }
+  for (; p < end; p += kStep) {  // each register is refilled as soon as it has been used
+    float s[4]{};
+    sum.dots(s, keys, q);
+    keys.read(k, p + kStep, end, g, j);
+    uint32_t p0, p1;
+    sum.template weigh<kOptions>(a, s, row, position, first_head, p, end, g, j, p0, p1);
+    sum.add(values, p0, p1);
+    values.read(v, p + kStep, end, g, j);
   }
 
 #pragma unroll
@@ -192,30 +199,32 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (plan.count == 1) {
       static_cast<bf16*>(a.out)[(row * a.heads + first_head) * D + i] = from_float<bf16>(l == 0.0f ? 0.0f : o / l);
     } else {
-      const Partials partials(a, row, first_head + h, splits);
+      const Partials partials(a, row, first_head + h, gridDim.x);
       partials.outputs[static_cast<int64_t>(split) * D + d] = o;
       if (d == 0) partials.statistics[split] = {m, l};
     }
   }
   if (plan.count == 1 || !arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y), plan.count)) return;
-  merge_splits<kThreads>(a, row, first_head, heads, plan.count, splits, &outputs[0][0][0]);
+  merge_splits<kThreads>(a, row, first_head, heads, plan.count, gridDim.x, &outputs[0][0][0]);
 }
 
 template <int D>
 void launch_decode(const AttentionArgs& a, const Launch& launch) {
-  const int groups = ceil_div(a.heads / a.kv_heads, kHeads), splits = max_splits(a.capacity);
+  const int groups = ceil_div(a.heads / a.kv_heads, kHeads), limit = split_limit(a.kv_heads * groups);
   const auto kernel = has_options(a) ? attention_decode_kernel<D, true> : attention_decode_kernel<D, false>;
   for_row_chunks(a, a.kv_heads * groups, [&](int64_t first, int64_t rows) {
     launch_kernel(
         launch, [&] { return describe("attention", a); }, kernel,
-        dim3(splits, a.kv_heads * groups, static_cast<unsigned>(rows)), dim3(kThreads), 0, a, first, groups, splits);
+        dim3(std::min(limit, ceil_div(a.capacity, kMinSpan)), a.kv_heads * groups, static_cast<unsigned>(rows)),
+        dim3(kThreads), 0, a, first, groups, limit);
   });
 }
 
 }  // namespace
 
 int64_t attention_workspace(int64_t rows, int heads, int head_dim, int64_t capacity) {
-  return rows * heads * max_splits(capacity) * (head_dim + 2) * static_cast<int64_t>(sizeof(float));
+  return rows * heads * std::min(kMaxSplits, ceil_div(capacity, kMinSpan)) * (head_dim + 2) *
+         static_cast<int64_t>(sizeof(float));
 }
 
 void attention_decode(const AttentionArgs& a, const Launch& launch) {

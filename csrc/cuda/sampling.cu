@@ -1,6 +1,7 @@
 // Sampling without a sort. Weights exp((x - max) / temperature) are integers in units of 2^-40, so every sum is exact
 // and independent of order; top-k and top-p thresholds come from a radix search over the bits of the logits, by counts
-// or by weights. A cluster of blocks shares a row and adds up its histograms through distributed shared memory.
+// or by weights. A cluster of blocks shares a row, keeps it in registers and adds up its histograms through distributed
+// shared memory; without clusters one block walks over a copy of the row.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -23,7 +24,8 @@ constexpr float kUnits{1099511627776.0f};  // 2^40: a sum over 2^18 tokens stays
 using Mass = unsigned long long;
 
 struct Shared {
-  Mass bins[kBins];
+  unsigned low[kBins];  // the bins' sums modulo 2^32: atomics on 64 bits of shared memory are loops
+  unsigned high[kBins];
   Mass warps[kWarp];
   Mass total;  // this block's contribution to a sum over the cluster
   Mass found_above;
@@ -49,6 +51,13 @@ struct Team {
     return shared;
   }
 };
+
+__device__ __forceinline__ void add_to_bin(Shared& shared, unsigned bin, Mass mass) {
+  const auto low = static_cast<unsigned>(mass);
+  const unsigned before = atomicAdd(shared.low + bin, low);
+  const unsigned high = static_cast<unsigned>(mass >> 32) + (before + low < before ? 1u : 0u);
+  if (high != 0) atomicAdd(shared.high + bin, high);
+}
 
 // Inclusive sum over the block's threads up to this one, in thread order.
 __device__ __forceinline__ Mass block_scan(Mass x, Mass* scratch) {
@@ -91,33 +100,60 @@ struct Threshold {
   Mass total;  // mass of all
 };
 
+// The penalised logits that this thread owns: kPer neighbouring ids, in registers, or (kPer = 0) the part of a copy of
+// the row in device memory.
+template <int kPer>
+struct Owned {
+  float x[kPer > 0 ? kPer : 1];
+  float* copy;
+  int first;  // id of the first
+  int count;
+
+  // f(value, id), in the order of ids.
+  template <class F>
+  __device__ __forceinline__ void each(F&& f) const {
+    if constexpr (kPer > 0) {
+#pragma unroll
+      for (int i = 0; i < kPer; ++i)
+        if (i < count) f(x[i], first + i);
+    } else {
+      for (int i = 0; i < count; ++i) f(copy[i], first + i);
+    }
+  }
+};
+
 // The key at which the mass, summed from the largest key down, reaches target_of(total): mass above it is less.
-// mass_of(key) is what one element of this block's slice adds; target in 1..total.
-template <class MassOf, class TargetOf>
-__device__ __forceinline__ Threshold radix_search(const Team& team, const float* slice, int count, MassOf mass_of,
+// mass_of(key) is what one element adds; target in 1..total.
+template <class Row, class MassOf, class TargetOf>
+__device__ __forceinline__ Threshold radix_search(const Team& team, const Row& row, MassOf mass_of,
                                                   TargetOf target_of) {
   Shared& shared = team.shared;
+  constexpr int kOwn{kBins / kThreads};
+  constexpr int kShifts[]{21, 10, 0};  // digits of 11, 11 and 10 bits
   Threshold result{0, 0, 0};
   Mass target = 0;
-  constexpr int kShifts[]{21, 10, 0};  // digits of 11, 11 and 10 bits
 #pragma unroll
   for (int pass = 0; pass < 3; ++pass) {
-    const int shift = kShifts[pass], above_shift = pass == 0 ? 32 : kShifts[pass - 1];
-    for (int i = threadIdx.x; i < kBins; i += kThreads) shared.bins[i] = 0;
+    const int shift = kShifts[pass], above_shift = pass == 0 ? 0 : kShifts[pass - 1];
+    const unsigned digits = pass == 2 ? kBins / 2 - 1 : kBins - 1;
+    for (int i = threadIdx.x; i < kBins; i += kThreads) shared.low[i] = shared.high[i] = 0;
     __syncthreads();
-    for (int i = threadIdx.x; i < count; i += kThreads) {
-      const uint32_t key = ordered_key(slice[i]);
-      if (pass > 0 && key >> above_shift != result.key >> above_shift) continue;
+    row.each([&](float x, int) {
+      const uint32_t key = ordered_key(x);
+      if (pass > 0 && (key ^ result.key) >> above_shift != 0) return;
       const Mass mass = mass_of(key);
-      if (mass != 0) atomicAdd(shared.bins + (key >> shift & (kBins - 1) >> (pass == 2 ? 1 : 0)), mass);
-    }
+      if (mass != 0) add_to_bin(shared, key >> shift & digits, mass);
+    });
     team.sync();
-    Mass sums[kBins / kThreads], own = 0;  // bins in falling order
+    Mass sums[kOwn], own = 0;  // bins in falling order
 #pragma unroll
-    for (int b = 0; b < kBins / kThreads; ++b) {
-      const int bin = kBins - 1 - static_cast<int>(threadIdx.x) * (kBins / kThreads) - b;
+    for (int b = 0; b < kOwn; ++b) {
+      const int bin = kBins - 1 - static_cast<int>(threadIdx.x) * kOwn - b;
       sums[b] = 0;
-      for (int other = 0; other < team.size; ++other) sums[b] += team.of(other).bins[bin];
+      for (int other = 0; other < team.size; ++other) {
+        const Shared& there = team.of(other);
+        sums[b] += static_cast<Mass>(there.high[bin]) << 32 | there.low[bin];
+      }
       own += sums[b];
     }
     Mass above = block_scan(own, shared.warps);
@@ -130,17 +166,16 @@ __device__ __forceinline__ Threshold radix_search(const Team& team, const float*
     }
     above += result.above - own;
 #pragma unroll
-    for (int b = 0; b < kBins / kThreads; ++b) {
+    for (int b = 0; b < kOwn; ++b) {
       if (above < target && above + sums[b] >= target) {
-        shared.found_digit = kBins - 1 - threadIdx.x * (kBins / kThreads) - b;
+        shared.found_digit = kBins - 1 - threadIdx.x * kOwn - b;
         shared.found_above = above;
       }
       above += sums[b];
     }
-    __syncthreads();
+    team.sync();  // the digit is found, and every block has read these bins
     result.key |= shared.found_digit << shift;
     result.above = shared.found_above;
-    team.sync();  // every block has read these bins
   }
   return result;
 }
@@ -159,10 +194,9 @@ __device__ __forceinline__ uint32_t philox(uint64_t seed, uint64_t step) {
   return c0;
 }
 
-// Bias, repetition penalty (prompt and output), frequency and presence penalties (output).
-__device__ __forceinline__ float penalised(const SamplingArgs& a, int64_t row, int token) {
+// Bias, repetition penalty (prompt and output), frequency and presence penalties (output) on logit x of a token.
+__device__ __forceinline__ float penalised(const SamplingArgs& a, float x, int64_t row, int token) {
   const int64_t i = row * a.vocab + token;
-  float x = a.logits[row * a.logits_stride + token];
   if (a.bias != nullptr) x += a.bias[i];
   const int count = a.counts == nullptr ? 0 : a.counts[i];
   const float repetition = a.repetition[row];
@@ -175,6 +209,34 @@ __device__ __forceinline__ float penalised(const SamplingArgs& a, int64_t row, i
   return x;
 }
 
+template <int kPer>
+__device__ __forceinline__ Owned<kPer> read_row(const SamplingArgs& a, int64_t row, int thread, int threads) {
+  Owned<kPer> own;
+  const int per = kPer > 0 ? kPer : (a.vocab + threads - 1) / threads;
+  own.first = min(a.vocab, thread * per);
+  own.count = min(per, a.vocab - own.first);
+  const float* const logits = a.logits + row * a.logits_stride + own.first;
+  const bool plain = a.bias == nullptr && a.counts == nullptr && a.prompt == nullptr;
+  if constexpr (kPer > 0) {
+    if (own.count == kPer && reinterpret_cast<uintptr_t>(logits) % 16 == 0) {
+#pragma unroll
+      for (int i = 0; i < kPer; i += 4) read_16(logits + i, own.x[i], own.x[i + 1], own.x[i + 2], own.x[i + 3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) own.x[i] = i < own.count ? logits[i] : -INFINITY;
+    }
+    if (!plain) {
+#pragma unroll
+      for (int i = 0; i < kPer; ++i)
+        if (i < own.count) own.x[i] = penalised(a, own.x[i], row, own.first + i);
+    }
+  } else {
+    own.copy = a.workspace + row * a.vocab + own.first;
+    for (int i = 0; i < own.count; ++i) own.copy[i] = penalised(a, logits[i], row, own.first + i);
+  }
+  return own;
+}
+
 __device__ __forceinline__ void finish(const SamplingArgs& a, int64_t row, int token) {
   a.ids[row] = token;
   a.steps[row] += 1;
@@ -182,27 +244,23 @@ __device__ __forceinline__ void finish(const SamplingArgs& a, int64_t row, int t
 }
 
 // Grid (blocks of a row, rows), one cluster a row.
+template <int kPer>
 __global__ void __launch_bounds__(kThreads) sample_kernel(SamplingArgs a) {
   __shared__ Shared shared;
+  __shared__ uint64_t scratch[kWarp];
   dependency_wait();
   dependency_release();
   const Team team{shared, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
   const int64_t row = blockIdx.y;
-  const int share = (a.vocab + team.size - 1) / team.size;
-  const int first = min(a.vocab, team.rank * share), count = min(share, a.vocab - first);
-  float* const slice = a.workspace + row * a.vocab + first;
   const float temperature = a.temperature[row], top_p = a.top_p[row], min_p = a.min_p[row];
   const int top_k = a.top_k[row];
   const uint32_t random = philox(a.seeds[row], static_cast<uint64_t>(a.steps[row]));
+  const Owned<kPer> own =
+      read_row<kPer>(a, row, team.rank * kThreads + static_cast<int>(threadIdx.x), team.size * kThreads);
 
   uint64_t best = 0;
-  for (int i = threadIdx.x; i < count; i += kThreads) {
-    const float x = penalised(a, row, first + i);
-    slice[i] = x;
-    best = max(best, ranked_key(x, static_cast<uint32_t>(first + i)));
-  }
-  best = block_reduce(best, uint64_t{0}, reinterpret_cast<uint64_t*>(shared.bins),
-                      [](uint64_t x, uint64_t y) { return x > y ? x : y; });
+  own.each([&](float x, int id) { best = max(best, ranked_key(x, static_cast<uint32_t>(id))); });
+  best = block_reduce(best, uint64_t{0}, scratch, [](uint64_t x, uint64_t y) { return x > y ? x : y; });
   if (threadIdx.x == 0) shared.total = best;
   team.sync();
   for (int other = 0; other < team.size; ++other) best = max(best, static_cast<uint64_t>(team.of(other).total));
@@ -219,47 +277,45 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SamplingArgs a) {
   const auto weight_of = [&](uint32_t key) { return expf((value_of(key) - peak) / divisor); };
   const auto mass_of = [&](uint32_t key) -> Mass { return key < lowest ? 0 : __float2ull_rn(weight_of(key) * kUnits); };
   if (top_k > 0 && top_k < a.vocab) {
-    lowest = radix_search(
-                 team, slice, count, [](uint32_t) { return Mass{1}; }, [&](Mass) { return static_cast<Mass>(top_k); })
-                 .key;
+    lowest =
+        radix_search(team, own, [](uint32_t) { return Mass{1}; }, [&](Mass) { return static_cast<Mass>(top_k); }).key;
   }
   Mass equals_kept = ~Mass{0};  // of the tokens with key `lowest`, this many of the lowest ids stay
   if (top_p < 1.0f) {
     Mass target = 0;
-    const Threshold t = radix_search(team, slice, count, mass_of, [&](Mass total) {
-      target =
-          max(Mass{1}, min(total, static_cast<Mass>(ceil(static_cast<double>(top_p) * static_cast<double>(total)))));
-      return target;
+    const Threshold t = radix_search(team, own, mass_of, [&](Mass total) {
+      const double wanted = ceil(static_cast<double>(top_p) * static_cast<double>(total));
+      return target = max(Mass{1}, min(total, static_cast<Mass>(wanted)));
     });
     const Mass each = mass_of(t.key);
     equals_kept = (target - t.above + each - 1) / each;
     lowest = t.key;
   }
 
-  // From here on a thread owns neighbouring ids, so that scans run in the order of ids.
-  const int per_thread = (count + kThreads - 1) / kThreads;
-  const int begin = min(count, static_cast<int>(threadIdx.x) * per_thread), end = min(count, begin + per_thread);
   Mass equals = 0, equals_before = 0, unused = 0;
   if (equals_kept != ~Mass{0}) {
-    for (int i = begin; i < end; ++i) equals += ordered_key(slice[i]) == lowest;
+    own.each([&](float x, int) { equals += ordered_key(x) == lowest; });
     team_scan(team, equals, equals_before, unused);
   }
-  const auto drawn_mass = [&](int i, Mass& seen) -> Mass {
-    const uint32_t key = ordered_key(slice[i]);
+  Mass seen = equals_before;
+  const auto drawn_mass = [&](float x) -> Mass {
+    const uint32_t key = ordered_key(x);
     if (key == lowest && seen++ >= equals_kept) return 0;
     return weight_of(key) >= min_p ? mass_of(key) : 0;
   };
-  Mass own = 0, before = 0, total = 0, seen = equals_before;
-  for (int i = begin; i < end; ++i) own += drawn_mass(i, seen);
-  team_scan(team, own, before, total);
+  Mass mass = 0, before = 0, total = 0;
+  own.each([&](float x, int) { mass += drawn_mass(x); });
+  team_scan(team, mass, before, total);
   // floor(total * random / 2^32): the token is the first whose cumulative mass exceeds it.
   const Mass point = (total >> 32) * random + ((total & 0xffffffffu) * random >> 32);
-  if (point < before || point >= before + own) return;
+  if (point < before || point >= before + mass) return;
   seen = equals_before;
-  for (int i = begin; i < end; ++i) {
-    before += drawn_mass(i, seen);
-    if (before > point) return finish(a, row, first + i);
-  }
+  int token = -1;
+  own.each([&](float x, int id) {
+    before += drawn_mass(x);
+    if (token < 0 && before > point) token = id;
+  });
+  finish(a, row, token);
 }
 
 }  // namespace
@@ -285,7 +341,9 @@ void sample(const SamplingArgs& a, const Launch& launch) {
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = blocks > 1 ? attributes : attributes + 1;
   config.numAttrs = (blocks > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
-  check(cudaLaunchKernelEx(&config, sample_kernel, a), what());
+  const int per_thread = ceil_div(a.vocab, static_cast<int64_t>(blocks) * kThreads);
+  const auto kernel = per_thread <= 4 ? sample_kernel<4> : per_thread <= 16 ? sample_kernel<16> : sample_kernel<32>;
+  check(cudaLaunchKernelEx(&config, clusters ? kernel : sample_kernel<0>, a), what());
 }
 
 }  // namespace nibblelm::cuda

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "bulk.cuh"
 #include "softmax.h"
 #include "vector.cuh"
 
@@ -40,6 +41,7 @@ struct Held {
   float x[kValues];
 
   // All loads are issued before the first value is used.
+  template <bool kShared = false>
   __device__ __forceinline__ void read(const T* row, int columns, int thread, int threads) {
     constexpr int kWords{V * static_cast<int>(sizeof(T)) / 4};
 #pragma unroll
@@ -48,10 +50,8 @@ struct Held {
     for (int i = 0; i < kValues; i += V) {
       const int c = (i / V * threads + thread) * V;
       if (c >= columns) continue;
-      if constexpr (kWords == 4 && sizeof(T) == 4) {
-        read_16(row + c, x[i], x[i + 1], x[i + 2], x[i + 3]);
-      } else if constexpr (kWords == 4) {
-        read_16(row + c, x[i], x[i + 1], x[i + 2], x[i + 3]);  // two values a word, spread below
+      if constexpr (kWords == 4) {  // 16-bit values come two a word and are spread below
+        read_16<kShared>(row + c, x[i], x[i + 1], x[i + 2], x[i + 3]);
       } else {
         x[i] = to_float(row[c]);
       }
@@ -113,27 +113,29 @@ struct Held {
   }
 };
 
-// kRows rows a warp: short rows need several for enough bytes in flight.
-template <class T, int V, int kValues, int kRows>
+// kLanes lanes a row, so that a warp has enough bytes of short rows in flight and spends few shuffles on them.
+template <class T, int V, int kValues, int kLanes>
 __global__ void __launch_bounds__(kWarpsPerBlock* kWarp)
     softmax_warp(const T* x, T* y, int64_t rows, int columns, bool logarithm) {
   dependency_wait();
   dependency_release();
-  const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + threadIdx.x / kWarp) * kRows;
-  const int lane = threadIdx.x % kWarp;
-  Held<T, V, kValues> held[kRows];
+  const int64_t row = (static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock * kWarp + threadIdx.x) / kLanes;
+  const int lane = threadIdx.x % kLanes, count = row < rows ? columns : 0;
+  const auto over_lanes = [](float v, auto op) {
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) held[r].read(x + (first + r) * columns, first + r < rows ? columns : 0, lane, kWarp);
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const float m = warp_max(held[r].maximum()), d = warp_sum(held[r].exponentials(base_of(m), logarithm));
-    const int count = first + r < rows ? columns : 0;
-    held[r].write(y + (first + r) * columns, count, lane, kWarp, m, {m, d}, logarithm);
-  }
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(kAllLanes, v, offset));
+    return v;
+  };
+  Held<T, V, kValues> held;
+  held.read(x + row * columns, count, lane, kLanes);
+  const float m = over_lanes(held.maximum(), [](float a, float b) { return fmaxf(a, b); });
+  const float d = over_lanes(held.exponentials(base_of(m), logarithm), [](float a, float b) { return a + b; });
+  held.write(y + row * columns, count, lane, kLanes, m, {m, d}, logarithm);
 }
 
-// One row per cluster of `gridDim.x` blocks (1 without clusters), `share` columns a block. The blocks exchange their
-// (m, d) through distributed shared memory and merge them in rank order, so all get the same bits.
+// One row per block, or for rows without 16-byte alignment per cluster of `gridDim.x` blocks, `share` columns a block.
+// The blocks exchange their (m, d) through distributed shared memory and merge them in rank order, so all get the same
+// bits.
 template <class T, int V, int kValues>
 __global__ void __launch_bounds__(kMaxThreads) softmax_block(const T* x, T* y, int columns, int share, bool logarithm) {
   __shared__ float scratch[2][kWarp];
@@ -158,6 +160,47 @@ __global__ void __launch_bounds__(kMaxThreads) softmax_block(const T* x, T* y, i
   }
 #endif
   held.write(y + start, count, threadIdx.x, blockDim.x, m, row, logarithm);
+}
+
+// The same for aligned long rows, by clusters that stay: the next row's share is on its way to shared memory (one bulk
+// copy) while this row, in registers, is reduced, exchanged and written. Values a thread: kValues.
+template <class T, int kValues>
+__global__ void __launch_bounds__(kMaxThreads)
+    softmax_cluster(const T* x, T* y, int64_t rows, int columns, int share, bool logarithm) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) unsigned char storage[];
+  __shared__ float scratch[2][kWarp];
+  __shared__ Partial parts[2][kMaxCluster];
+  __shared__ uint64_t arrived;
+  dependency_wait();
+  dependency_release();
+  const cg::cluster_group cluster = cg::this_cluster();
+  const int size = static_cast<int>(cluster.num_blocks()), rank = static_cast<int>(cluster.block_rank());
+  const int first = rank * share, count = max(0, min(share, columns - first));
+  const int64_t stride = gridDim.x / size;
+  T* const buffer = reinterpret_cast<T*>(storage);
+  const auto fetch = [&](int64_t row) {
+    if (threadIdx.x == 0 && row < rows && count > 0)
+      bulk_copy(buffer, x + row * columns + first, count * sizeof(T), &arrived);
+  };
+  if (threadIdx.x == 0) barrier_init(&arrived);
+  cluster.sync();  // every block runs: its shared memory may be written
+  fetch(blockIdx.x / size);
+  int phase = 0;
+  for (int64_t row = blockIdx.x / size; row < rows; row += stride, phase ^= 1) {
+    if (count > 0) barrier_wait(&arrived, phase);
+    Held<T, kWide<T>, kValues> held;
+    held.template read<true>(buffer, count, threadIdx.x, blockDim.x);
+    const float m = block_max(held.maximum(), scratch[0]);  // its barrier also says that all have read the buffer
+    fetch(row + stride);
+    const float d = block_sum(held.exponentials(base_of(m), logarithm), scratch[1]);
+    if (static_cast<int>(threadIdx.x) < size) *cluster.map_shared_rank(&parts[phase][rank], threadIdx.x) = {m, d};
+    cluster.sync();
+    Partial merged = parts[phase][0];
+    for (int i = 1; i < size; ++i) merged = merge(merged, parts[phase][i]);
+    held.write(y + row * columns + first, count, threadIdx.x, blockDim.x, m, merged, logarithm);
+  }
+#endif
 }
 
 // Two passes over the row: (m, d) online, then the results.
@@ -227,36 +270,65 @@ BlockShape block_shape(bool wide, int64_t share, const char* op) {
   return best;
 }
 
-// Blocks a row: small shares keep several rows in flight on a multiprocessor (8192 columns a block on the H200).
+// Blocks a row: up to 16384 columns a block, of which two fit on a multiprocessor of the H200.
 int cluster_size(int64_t columns) {
-  int size = 1;
-  while (size < kMaxCluster && columns > size * int64_t{8192}) size *= 2;
+  int size = 2;
+  while (size < kMaxCluster && columns > size * int64_t{16384}) size *= 2;
   return size;
 }
 
-template <class T>
+// Launch attributes of a grid of clusters.
+struct ClusterLaunch {
+  cudaLaunchAttribute attributes[2]{};
+  cudaLaunchConfig_t config{};
+
+  ClusterLaunch(int cluster, int threads, size_t shared, const Launch& launch) {
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = static_cast<cudaStream_t>(launch.stream);
+    config.attrs = attributes;
+    config.numAttrs = launch.programmatic ? 2 : 1;
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;
+};
+
+template <class T, class What>
 void launch_block(const T* x, T* y, int64_t rows, int64_t columns, bool logarithm, bool wide, int cluster,
-                  const Launch& launch) {
+                  const Launch& launch, What what) {
   const int64_t v = wide ? kWide<T> : 1;
   const int64_t share = (columns + cluster * v - 1) / (cluster * v) * v;
   const BlockShape shape = block_shape<T>(wide, share, "softmax");
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.blockDim = dim3(shape.threads);
-  config.stream = static_cast<cudaStream_t>(launch.stream);
-  config.attrs = cluster > 1 ? attributes : attributes + 1;
-  config.numAttrs = (cluster > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
+  ClusterLaunch clusters(cluster, shape.threads, 0, launch);
   constexpr int64_t kGridRows{65535};
   for (int64_t first = 0; first < rows; first += kGridRows) {
-    config.gridDim = dim3(cluster, static_cast<unsigned>(std::min(kGridRows, rows - first)));
-    check(cudaLaunchKernelEx(&config, block_kernel<T>(wide, shape.values), x + first * columns, y + first * columns,
-                             static_cast<int>(columns), static_cast<int>(share), logarithm),
-          "softmax rows=" + std::to_string(rows) + " columns=" + std::to_string(columns));
+    clusters.config.gridDim = dim3(cluster, static_cast<unsigned>(std::min(kGridRows, rows - first)));
+    check(cudaLaunchKernelEx(&clusters.config, block_kernel<T>(wide, shape.values), x + first * columns,
+                             y + first * columns, static_cast<int>(columns), static_cast<int>(share), logarithm),
+          what());
   }
+}
+
+template <class T, class What>
+void launch_cluster(const T* x, T* y, int64_t rows, int64_t columns, bool logarithm, const Launch& launch, What what) {
+  constexpr int64_t kV{kWide<T>};
+  const int cluster = cluster_size(columns);
+  const int64_t share = (columns + cluster * kV - 1) / (cluster * kV) * kV;
+  const int threads = std::max(2 * kWarp, ceil_div(share, kMaxValues * kWarp) * kWarp);
+  const auto kernel = softmax_cluster<T, kMaxValues>;
+  const int shared = static_cast<int>(share * sizeof(T));
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what());
+  ClusterLaunch clusters(cluster, threads, shared, launch);
+  clusters.config.gridDim = dim3(cluster);
+  int resident = 0;
+  check(cudaOccupancyMaxActiveClusters(&resident, kernel, &clusters.config), what());
+  clusters.config.gridDim = dim3(static_cast<unsigned>(cluster * std::min<int64_t>(rows, std::max(1, resident))));
+  check(cudaLaunchKernelEx(&clusters.config, kernel, x, y, rows, static_cast<int>(columns), static_cast<int>(share),
+                           logarithm),
+        what());
 }
 
 }  // namespace
@@ -269,10 +341,10 @@ void softmax(const void* x, void* y, int64_t rows, int64_t columns, bool logarit
   };
   const bool clusters = device_attribute(cudaDevAttrClusterLaunch) != 0;
   if (form == SoftmaxForm::automatic) {
-    form = columns <= kWarp * kMaxValues                                   ? SoftmaxForm::warp
-           : columns <= 8192 || (!clusters && columns <= kMaxBlockColumns) ? SoftmaxForm::block
-           : clusters && columns <= kMaxCluster * kMaxBlockColumns         ? SoftmaxForm::cluster
-                                                                           : SoftmaxForm::online;
+    form = columns <= kWarp * kMaxValues                           ? SoftmaxForm::warp
+           : columns <= kMaxBlockColumns                           ? SoftmaxForm::block
+           : clusters && columns <= kMaxCluster * kMaxBlockColumns ? SoftmaxForm::cluster
+                                                                   : SoftmaxForm::online;
   }
   const int64_t limit = form == SoftmaxForm::warp      ? kWarp * kMaxValues
                         : form == SoftmaxForm::block   ? kMaxBlockColumns
@@ -285,17 +357,21 @@ void softmax(const void* x, void* y, int64_t rows, int64_t columns, bool logarit
     const auto* in = static_cast<const T*>(x);
     auto* out = static_cast<T*>(y);
     if (form == SoftmaxForm::warp) {
-      const bool few = columns <= kWarp * 8;
-      const auto kernel = few ? (wide ? softmax_warp<T, kV, 8, 4> : softmax_warp<T, 1, 8, 4>)
-                              : (wide ? softmax_warp<T, kV, 32, 1> : softmax_warp<T, 1, 32, 1>);
-      launch_kernel(launch, what, kernel, dim3(ceil_div(rows, kWarpsPerBlock * (few ? 4 : 1))),
+      const int lanes = columns <= 128 ? 8 : columns <= 256 ? 16 : 32;
+      const auto kernel = lanes == 8       ? (wide ? softmax_warp<T, kV, 16, 8> : softmax_warp<T, 1, 16, 8>)
+                          : lanes == 16    ? (wide ? softmax_warp<T, kV, 16, 16> : softmax_warp<T, 1, 16, 16>)
+                          : columns <= 512 ? (wide ? softmax_warp<T, kV, 16, 32> : softmax_warp<T, 1, 16, 32>)
+                                           : (wide ? softmax_warp<T, kV, 32, 32> : softmax_warp<T, 1, 32, 32>);
+      launch_kernel(launch, what, kernel, dim3(ceil_div(rows, kWarpsPerBlock * kWarp / lanes)),
                     dim3(kWarpsPerBlock * kWarp), 0, in, out, rows, static_cast<int>(columns), logarithm);
     } else if (form == SoftmaxForm::online) {
       launch_kernel(launch, what, wide ? softmax_online<T, kV> : softmax_online<T, 1>,
                     dim3(static_cast<unsigned>(rows)), dim3(kMaxThreads), 0, in, out, columns, logarithm);
+    } else if (form == SoftmaxForm::cluster && wide) {
+      launch_cluster(in, out, rows, columns, logarithm, launch, what);
     } else {
-      const int cluster = form == SoftmaxForm::block ? 1 : std::max(2, cluster_size(columns));
-      launch_block(in, out, rows, columns, logarithm, wide, cluster, launch);
+      const int cluster = form == SoftmaxForm::block ? 1 : cluster_size(columns);
+      launch_block(in, out, rows, columns, logarithm, wide, cluster, launch, what);
     }
   });
 }

@@ -25,18 +25,19 @@ def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
 
 
 def check_softmax(x: Tensor, form: str = "automatic") -> None:
-    """Relative error of every probability; absolute error of every logarithm relative to its size."""
+    """Against float64. The difference to the maximum is rounded in fp32: a relative error of 2^-24 of its size."""
     tiny = torch.finfo(x.dtype).smallest_normal if x.dtype == FP16 else 1e-30
     want = torch.softmax(x.double(), -1).nan_to_num(0.0)
+    distance = (x.max(-1, keepdim=True).values.double() - x.double()).nan_to_num(0.0, 0.0)
     got = cuda_ops.softmax(x, form)
     assert got.dtype == x.dtype
-    assert ((got.double() - want).abs() <= 2 * ROUNDING[x.dtype] * want + tiny).all()
+    assert ((got.double() - want).abs() <= (2 * ROUNDING[x.dtype] + 2.0**-23 * distance) * want + tiny).all()
     want = torch.log_softmax(x.double(), -1)
     want = torch.where((x == -torch.inf).all(-1, keepdim=True), -torch.inf, want)
     got = cuda_ops.softmax(x, form, logarithm=True)
     assert torch.equal(got == -torch.inf, want == -torch.inf)
     finite = want != -torch.inf
-    assert ((got.double() - want).abs()[finite] <= 2 * ROUNDING[x.dtype] * (want.abs()[finite] + 1e-2)).all()
+    assert ((got.double() - want).abs()[finite] <= 2 * ROUNDING[x.dtype] * (want.abs()[finite] + 1)).all()
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
@@ -106,16 +107,17 @@ def test_activations(columns: int, dtype: torch.dtype) -> None:
     for m in (1, 17):
         x = normal(m, 2 * columns + 8, dtype=dtype)[:, : 2 * columns] * 4
         gate, up = x.double().chunk(2, -1)
-        functional = torch.nn.functional
-        for got, want in (
-            (ops.swiglu(x), functional.silu(gate) * up),
-            (ops.geglu(x, "tanh"), functional.gelu(gate, approximate="tanh") * up),
-            (ops.geglu(x, "erf"), functional.gelu(gate) * up),
-            (ops.silu(x), functional.silu(x.double())),
-            (ops.gelu(x, "tanh"), functional.gelu(x.double(), approximate="tanh")),
-            (ops.gelu(x, "erf"), functional.gelu(x.double())),
-        ):
-            assert ((got.double() - want).abs() <= ROUNDING[dtype] * (want.abs() + 1.0)).all()
+        functional, whole = torch.nn.functional, x.double()
+        for got, want, size in (
+            (ops.swiglu(x), functional.silu(gate) * up, gate * up),
+            (ops.geglu(x, "tanh"), functional.gelu(gate, approximate="tanh") * up, gate * up),
+            (ops.geglu(x, "erf"), functional.gelu(gate) * up, gate * up),
+            (ops.silu(x), functional.silu(whole), whole),
+            (ops.gelu(x, "tanh"), functional.gelu(whole, approximate="tanh"), whole),
+            (ops.gelu(x, "erf"), functional.gelu(whole), whole),
+        ):  # 1 + tanh and 1 + erf cancel for negative x: the error is relative to x, not to the result
+            bound = ROUNDING[dtype] * want.abs() + ROUNDING[FP32] * (size.abs() + 1)
+            assert ((got.double() - want).abs() <= bound).all()
     extreme = torch.tensor([[-1e4, 1e4, -100.0, 0.0]], device=DEVICE)
     assert ops.silu(extreme).isfinite().all()
     assert ops.gelu(extreme).isfinite().all()
