@@ -3,6 +3,7 @@
 // of their files.
 #include <pybind11/pybind11.h>
 
+#include "cuda/graph.h"
 #include "cuda/launch.h"
 #include "cuda/linear.h"
 
@@ -25,6 +26,9 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("DTYPES") = py::make_tuple("float32", "float16", "bfloat16");
 
   bind_ops(m);
+
+  // ---- graph ----
+  m.def("graph_nodes", [](std::uintptr_t graph) { return graph_nodes(pointer(graph)); });
 
   // ---- linear ----
   py::class_<LinearWeight>(m, "LinearWeight")

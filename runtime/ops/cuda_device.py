@@ -61,7 +61,11 @@ class Program:
     """A captured CUDA graph; the tensors that were made while it was recorded live as long as it does."""
 
     def __init__(self) -> None:
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True)
+
+    def __len__(self) -> int:
+        """Kernels and copies of one replay."""
+        return int(kernels.graph_nodes(self.graph.raw_cuda_graph()))
 
     def replay(self) -> None:
         self.graph.replay()
@@ -74,6 +78,8 @@ def capture(device: torch.device) -> Iterator[Program]:
     program = Program()
     with (
         torch.cuda.device(device),
-        torch.cuda.graph(program.graph, stream=torch.cuda.Stream(), capture_error_mode="relaxed"),
+        programmatic_launch(True),
+        torch.cuda.graph(program.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
     ):
         yield program
+    program.graph.instantiate()
