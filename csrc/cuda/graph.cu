@@ -1,9 +1,9 @@
-#include "cuda/graph.h"
-
 #include <cuda_runtime.h>
 
 #include <stdexcept>
 #include <string>
+
+#include "cuda/graph.h"
 
 namespace nibblelm::cuda {
 

@@ -10,7 +10,7 @@ from typing import Any
 from nibblelm import __version__
 from nibblelm.checkpoint import Checkpoint
 from nibblelm.checkpoint.writer import OutputFile
-from nibblelm.convert_plan import Unit
+from nibblelm.converter.plan import Unit
 from nibblelm.quant.schemes import Options
 
 _LAYER = re.compile(r".*?\.\d+(?=\.)")

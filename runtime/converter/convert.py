@@ -19,8 +19,8 @@ from nibblelm.checkpoint import Checkpoint, open_checkpoint
 from nibblelm.checkpoint.journal import Journal
 from nibblelm.checkpoint.work_folder import WorkFolder
 from nibblelm.checkpoint.writer import FolderWriter, OutputFile, plan_files, typed_write_errors, write_json
-from nibblelm.convert_plan import Unit, fallbacks, output_config, plan_units
-from nibblelm.convert_report import ConvertReport, build_record, build_report
+from nibblelm.converter.plan import Unit, fallbacks, output_config, plan_units
+from nibblelm.converter.report import ConvertReport, build_record, build_report
 from nibblelm.errors import ConvertError
 from nibblelm.models import family, tensor_plan
 from nibblelm.quant.affine import pack_zero_point
