@@ -204,6 +204,22 @@ void bind_row_ops(py::module_& m) {
       Unlocked());
 }
 
+// For benchmarks: what the machine can do at best.
+void bind_limits(py::module_& m) {
+  m.def(
+      "read_memory",
+      [](uintptr_t memory, int64_t bytes) { Program::run(&Kernels::read_memory, {pointer(memory), bytes}); },
+      Unlocked());
+  m.def(
+      "multiply_bytes",
+      [](int64_t items, int64_t steps) {
+        double products = 0;
+        Program::run(&Kernels::multiply_bytes, {items, steps, &products});
+        return products;
+      },
+      Unlocked());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_cpu, m) {
@@ -215,4 +231,5 @@ PYBIND11_MODULE(_cpu, m) {
   bind_layer_ops(m);
   bind_attention(m);
   bind_row_ops(m);
+  bind_limits(m);
 }

@@ -94,6 +94,16 @@ struct ArgmaxArgs {
   int64_t m, n, stride;
 };
 
+struct ReadArgs {
+  const void* memory;
+  int64_t bytes;
+};
+
+struct MultiplyArgs {
+  int64_t items, steps;
+  double* products;  // how many byte products that was
+};
+
 // Ops that read ids, slots or positions throw std::invalid_argument when one is out of range.
 struct Kernels {
   int64_t (*quantize_range)(const QuantizeArgs&, int64_t begin, int64_t end, float* w);
@@ -108,6 +118,8 @@ struct Kernels {
   void (*softmax)(const RowsArgs&);
   void (*log_softmax)(const RowsArgs&);
   void (*argmax)(const ArgmaxArgs&);
+  void (*read_memory)(const ReadArgs&);         // as fast as it can
+  void (*multiply_bytes)(const MultiplyArgs&);  // items x steps of the dot product instruction, from registers
 };
 
 }  // namespace nibblelm

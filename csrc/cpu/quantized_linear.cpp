@@ -10,9 +10,11 @@
 namespace nibblelm::NIBBLE_ISA {
 namespace {
 
-constexpr int64_t kRowGroup{128};        // activations that share a scale where weights have one scale per row
-constexpr int64_t kPrefetchBytes{2048};  // ahead in a streamed panel; Zen 5: +10 % over none, flat from 1 to 4 KiB
-constexpr int64_t kFewestTokens{48};     // per work item, when there are too few panels for the threads
+constexpr int64_t kRowGroup{128};  // activations that share a scale where weights have one scale per row
+constexpr int64_t kPrefetchBytes{
+    8192};                           // ahead in a streamed panel; best of 1 to 16 KiB on Zen 5, and better than into L2
+constexpr int64_t kMostTokens{512};  // per work item: their sums for one panel fill 128 KiB
+constexpr int64_t kFewestTokens{48};  // the same when there are too few panels for the threads
 constexpr int kPanelTiles{kPanelRows / kTileRows};
 
 struct Activations {
@@ -91,6 +93,7 @@ struct GroupValues {
   alignas(64) float minimum[kPanelRows];
 
   void decode(const QuantizedPanels& w, const uint8_t* p) {  // p: right behind the codes of the group
+    for (int64_t at = 0; at < w.scale_bytes() + w.offset_bytes(); at += 64) __builtin_prefetch(p + kPrefetchBytes + at);
     decode_floats(p, w.scale_type, scale);
     p += w.scale_bytes();
     for (int t = 0; t < kPanelTiles; ++t) {
@@ -124,120 +127,59 @@ struct Group {
         minimum(w.offset == Offset::minimum ? v.minimum : nullptr) {}
 };
 
-// A panel read where it lies, for few tokens: memory is read once, in order.
-class StreamedPanel {
+// Reads a panel a few groups at a time. For many tokens 4-bit codes are expanded to bytes in scratch memory, and the
+// groups stay in L1 while all tokens meet them; for few tokens codes are read where they lie.
+class PanelReader {
  public:
-  StreamedPanel(const QuantizedPanels& w, int64_t index) : w_(w), base_(w.buffer->data() + index * w.panel_bytes()) {
-    if (w.groups == 1) values_.decode(w, base_ + w.code_bytes(w.padded_k()));
+  PanelReader(const QuantizedPanels& w, int64_t index, int64_t group, bool expand)
+      : w_(w), base_(w.buffer->data() + index * w.panel_bytes()), group_(group), expand_(expand) {
+    if (w.groups == 1) row_values_.decode(w, base_ + w.code_bytes(w.padded_k()));
   }
-  Group group(int64_t g, int64_t group_width) {  // of the activations
-    if (w_.groups == 1) return view(base_ + w_.code_bytes(g * group_width));
-    const int64_t stride = w_.code_bytes(w_.group) + w_.scale_bytes() + w_.offset_bytes();
-    const uint8_t* codes = base_ + g * stride;
-    values_.decode(w_, codes + w_.code_bytes(min(w_.group, w_.padded_k() - g * w_.group)));
-    return view(codes);
+  static int64_t groups_at_once(int64_t group) { return group < kBlock ? kBlock / group : 1; }
+  static size_t scratch_bytes(int64_t group) {
+    const int64_t groups = groups_at_once(group);
+    return static_cast<size_t>(groups * group * kPanelRows + groups * int64_t{sizeof(GroupValues) + sizeof(Group)});
   }
-  const float* row_scale() const { return scale_at_end(w_) ? values_.scale : kOnes; }
+  int64_t width(int64_t g) const { return min(group_, w_.padded_k() - g * group_); }
+  const float* row_scale() const { return scale_at_end(w_) ? row_values_.scale : kOnes; }
+
+  // Groups [g, g + count), count at most groups_at_once(), valid until the next call.
+  const Group* read(int64_t g, int64_t count, uint8_t* scratch) {
+    auto* values = reinterpret_cast<GroupValues*>(scratch + groups_at_once(group_) * group_ * kPanelRows);
+    auto* groups = reinterpret_cast<Group*>(values + groups_at_once(group_));
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t k = (g + i) * group_, behind_codes = w_.scale_bytes() + w_.offset_bytes();
+      const uint8_t* codes = base_ + w_.code_bytes(k) + (w_.groups == 1 ? 0 : (g + i) * behind_codes);
+      if (w_.groups > 1) values[i].decode(w_, codes + w_.code_bytes(width(g + i)));
+      if (expand_) codes = expand(codes, scratch + i * group_ * kPanelRows, width(g + i));
+      groups[i] = Group(codes, w_.groups == 1 ? row_values_ : values[i], w_);
+    }
+    return groups;
+  }
 
  private:
-  Group view(const uint8_t* codes) const { return {codes, values_, w_}; }
+  static constexpr int64_t kBlock{512};  // k: 32 KiB of codes
+
+  static const uint8_t* expand(const uint8_t* from, uint8_t* to, int64_t width) {
+    constexpr int64_t kStep = kPanelRows * 4;  // bytes of four k
+    for (int64_t at = 0; at < width / 8 * kStep; at += kStep) {
+      for (int t = 0; t < kPanelTiles; ++t) {
+        const I32 codes = load_bytes(from + at + t * 64);
+        store_bytes(to + 2 * at + t * 64, low_nibbles(codes));
+        store_bytes(to + 2 * at + kStep + t * 64, high_nibbles(codes));
+      }
+    }
+    return to;
+  }
+
   const QuantizedPanels& w_;
   const uint8_t* base_;
-  GroupValues values_;
-};
-
-// A panel with one byte per code and decoded scales in this thread's scratch memory, for many tokens.
-class ExpandedPanel {
- public:
-  ExpandedPanel(const QuantizedPanels& w, int64_t index) : w_(w) {
-    const size_t code_bytes = w.bits == 4 ? static_cast<size_t>(w.padded_k() * kPanelRows) : 0;
-    const auto groups = static_cast<size_t>(w.groups);
-    auto* memory = static_cast<uint8_t*>(local_scratch(code_bytes + groups * sizeof(GroupValues)));
-    values_ = reinterpret_cast<GroupValues*>(memory + code_bytes);
-    const uint8_t* p = w.buffer->data() + index * w.panel_bytes();
-    codes_ = w.bits == 4 ? memory : p;
-    for (int64_t g = 0; g < w.groups; ++g) {
-      const int64_t width = w.groups == 1 ? w.padded_k() : min(w.group, w.padded_k() - g * w.group);
-      if (w.bits == 4) {
-        expand(p, memory + g * w.group * kPanelRows, width);
-      }
-      p += w.code_bytes(width);
-      values_[g].decode(w, p);
-      p += w.scale_bytes() + w.offset_bytes();
-    }
-  }
-  Group group(int64_t g, int64_t group_width) const {
-    const GroupValues& v = values_[w_.groups == 1 ? 0 : g];
-    const int64_t behind_codes = w_.bits == 4 || w_.groups == 1 ? 0 : w_.scale_bytes() + w_.offset_bytes();
-    return {codes_ + g * (group_width * kPanelRows + behind_codes), v, w_};
-  }
-  const float* row_scale() const { return scale_at_end(w_) ? values_->scale : kOnes; }
-
- private:
-  static void expand(const uint8_t* from, uint8_t* to, int64_t width) {
-    constexpr int64_t kStep = kPanelRows * 4;  // bytes of four k
-    for (int64_t k = 0; k < width; k += 8, from += kStep, to += 2 * kStep) {
-      for (int t = 0; t < kPanelTiles; ++t) {
-        const I32 codes = load_bytes(from + t * 64);
-        store_bytes(to + t * 64, low_nibbles(codes));
-        store_bytes(to + kStep + t * 64, high_nibbles(codes));
-      }
-    }
-  }
-  const QuantizedPanels& w_;
-  const uint8_t* codes_;
-  GroupValues* values_;
+  const int64_t group_;  // of the activations: that of the weights, or kRowGroup
+  const bool expand_;
+  GroupValues row_values_;
 };
 
 // ------------------------------------------------------------------------------------------- kernels
-
-// Exact dot products of kRows rows of digits with kTiles tiles of a group. Chains are split in two where there are
-// too few to cover the latency of the dot product instruction.
-template <int kBits, int kRows, int kTiles, bool kStreamed>
-NIBBLE_INLINE void dot_group(const uint8_t* codes, const int8_t* digits, int64_t stride, int64_t width,
-                             I32 (&acc)[kRows][kTiles]) {
-  constexpr int64_t kStep = kPanelRows * 4;
-  constexpr bool kSplit = kRows * kTiles <= 4;
-  I32 second[kRows][kTiles];
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-    for (int t = 0; t < kTiles; ++t) acc[r][t] = second[r][t] = set1(0);
-  }
-  for (int64_t k = 0; k < width; k += 8, digits += 8, codes += kBits == 4 ? kStep : 2 * kStep) {
-    I32 even[kTiles], odd[kTiles];  // codes of the first and of the last four k
-#pragma GCC unroll 4
-    for (int t = 0; t < kTiles; ++t) {
-      const I32 first = load_bytes(codes + t * 64);
-      even[t] = kBits == 4 ? low_nibbles(first) : first;
-      odd[t] = kBits == 4 ? high_nibbles(first) : load_bytes(codes + kStep + t * 64);
-      if constexpr (kStreamed) {
-        __builtin_prefetch(codes + kPrefetchBytes + t * 64);
-        if constexpr (kBits == 8) __builtin_prefetch(codes + kPrefetchBytes + kStep + t * 64);
-      }
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-      const I32 x = broadcast4(digits + r * stride);
-#pragma GCC unroll 4
-      for (int t = 0; t < kTiles; ++t) acc[r][t] = dot4<kBits>(acc[r][t], even[t], x);
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-      const I32 x = broadcast4(digits + r * stride + 4);
-#pragma GCC unroll 4
-      for (int t = 0; t < kTiles; ++t) {
-        I32& chain = kSplit ? second[r][t] : acc[r][t];
-        chain = dot4<kBits>(chain, odd[t], x);
-      }
-    }
-  }
-  if constexpr (kSplit) {
-    for (int r = 0; r < kRows; ++r) {
-      for (int t = 0; t < kTiles; ++t) acc[r][t] = acc[r][t] + second[r][t];
-    }
-  }
-}
 
 constexpr int tiles_for(int rows) {
   int tiles = kPanelTiles;
@@ -245,87 +187,151 @@ constexpr int tiles_for(int rows) {
   return tiles;
 }
 
-// total += group's share, for kTokens tokens and kTiles tiles from `tile` on.
-template <int kBits, int kDigits, int kTokens, bool kStreamed>
-NIBBLE_INLINE void add_group(const Group& group, const Activations& a, int64_t token, int64_t g, int64_t width,
-                             float (*total)[kPanelRows]) {
-  constexpr int kRows = kTokens * kDigits, kTiles = tiles_for(kRows);
-  const int8_t* digits = a.digits + token * kDigits * a.stride + g * a.group;
-#pragma GCC unroll 1
-  for (int tile = 0; tile < kPanelTiles; tile += kTiles) {
-    I32 acc[kRows][kTiles];
-    dot_group<kBits, kRows, kTiles, kStreamed>(group.codes + tile * 64, digits, a.stride, width, acc);
-#pragma GCC unroll 6
-    for (int m = 0; m < kTokens; ++m) {
-      const int64_t at = (token + m) * a.groups + g;
-      const F32 x_scale = set1(a.scale[at]);
-      const int32_t* sums = a.sums + at * kDigits;
-#pragma GCC unroll 4
-      for (int t = 0; t < kTiles; ++t) {
-        const int row = (tile + t) * kLanes;
-        const I32 zero = load(group.zero + row);
-        F32 dot = to_float(acc[m * kDigits + kDigits - 1][t] - zero * set1(sums[kDigits - 1]));
-#pragma GCC unroll 2
-        for (int d = kDigits - 2; d >= 0; --d) {
-          dot = fma(dot, set1(256.0f), to_float(acc[m * kDigits + d][t] - zero * set1(sums[d])));
+// Exact dot products of kRows rows of digits with kTiles tiles of a group: out[r][t * 16 + lane].
+// Not inlined: with what follows in sight, GCC 12 spills accumulators inside the loop.
+template <int kBits, int kRows, int kTiles, bool kStreamed>
+__attribute__((noinline)) void dot_group(const uint8_t* codes, const int8_t* digits, int64_t stride, int64_t width,
+                                         int32_t (*out)[kPanelRows]) {
+  constexpr int64_t kStep = kPanelRows * 4;
+  constexpr bool kSplit = kRows * kTiles <= 4;  // too few chains to cover the latency: two for each sum
+  I32 acc[kRows * kTiles], second[kRows * kTiles];
+  unroll<kRows * kTiles>([&](auto i) NIBBLE_LAMBDA { acc[i] = second[i] = set1(0); });
+  for (int64_t k = 0; k < width; k += 8, digits += 8, codes += kBits == 4 ? kStep : 2 * kStep) {
+    unroll<2>([&](auto half) NIBBLE_LAMBDA {  // the first and the last four k
+      const uint8_t* p = codes;
+      asm("" : "+r"(p));  // 4-bit codes are loaded twice rather than kept in registers
+      I32 four[kTiles];
+      unroll<kTiles>([&](auto t) NIBBLE_LAMBDA {
+        if constexpr (kBits == 8) {
+          four[t] = load_bytes(p + half * kStep + t * 64);
+          if constexpr (kStreamed) __builtin_prefetch(p + kPrefetchBytes + half * kStep + t * 64);
+        } else {
+          four[t] = half == 0 ? low_nibbles(load_bytes(p + t * 64)) : high_nibbles(load_bytes(p + t * 64));
+          if constexpr (kStreamed && half == 0) __builtin_prefetch(p + kPrefetchBytes + t * 64);
         }
-        F32 sum = fma(dot, load(group.factor + row) * x_scale, load(total[m] + row));
-        if (group.minimum != nullptr) {
-          float digit_sum = static_cast<float>(sums[kDigits - 1]);
-          for (int d = kDigits - 2; d >= 0; --d) {
-            digit_sum = __builtin_fmaf(digit_sum, 256.0f, static_cast<float>(sums[d]));
-          }
-          sum = fma(set1(digit_sum), load(group.minimum + row) * x_scale, sum);
-        }
-        store(total[m] + row, sum);
-      }
+      });
+      unroll<kRows>([&](auto r) NIBBLE_LAMBDA {
+        const I32 x = broadcast4(digits + r * stride + half * 4);
+        unroll<kTiles>([&](auto t) NIBBLE_LAMBDA {
+          I32& chain = kSplit && half == 1 ? second[r * kTiles + t] : acc[r * kTiles + t];
+          chain = dot4<kBits>(chain, four[t], x);
+        });
+      });
+    });
+  }
+  unroll<kRows * kTiles>([&](auto i) NIBBLE_LAMBDA {
+    store(out[i / kTiles] + i % kTiles * kLanes, kSplit ? acc[i] + second[i] : acc[i]);
+  });
+}
+
+// The other half of the minimum form: total += minimum * sum of x.
+template <int kDigits, int kTokens>
+void add_minimum(const Group& group, const Activations& a, int64_t token, int64_t g, float (*total)[kPanelRows]) {
+  for (int m = 0; m < kTokens; ++m) {
+    const int64_t at = (token + m) * a.groups + g;
+    float sum = static_cast<float>(a.sums[at * kDigits + kDigits - 1]);
+    for (int d = kDigits - 2; d >= 0; --d) {
+      sum = __builtin_fmaf(sum, 256.0f, static_cast<float>(a.sums[at * kDigits + d]));
+    }
+    for (int row = 0; row < kPanelRows; row += kLanes) {
+      const F32 x_scaled = load(group.minimum + row) * set1(a.scale[at]);
+      store(total[m] + row, fma(set1(sum), x_scaled, load(total[m] + row)));
     }
   }
 }
 
-struct Job {
-  const QuantizedLinearArgs& args;
-  const Activations& a;
-};
-
-template <int kBits, int kDigits, int kTokens, bool kStreamed, typename Panel>
-void multiply_tokens(const Job& job, Panel& panel, int64_t index, int64_t token) {
-  const auto& [args, a] = job;
-  alignas(64) float total[kTokens][kPanelRows] = {};
-  const int64_t padded = args.weight->padded_k();
-  for (int64_t g = 0; g < a.groups; ++g) {
-    const int64_t width = min(a.group, padded - g * a.group);
-    add_group<kBits, kDigits, kTokens, kStreamed>(panel.group(g, a.group), a, token, g, width, total);
+// total += group's share, for kTokens tokens.
+template <int kBits, int kDigits, int kTokens, bool kStreamed>
+NIBBLE_INLINE void add_group(const Group& group, const Activations& a, int64_t token, int64_t g, int64_t width,
+                             float (*total)[kPanelRows]) {
+  constexpr int kRows = kTokens * kDigits, kTiles = tiles_for(kRows);
+  alignas(64) int32_t dots[kRows][kPanelRows];
+  const int8_t* digits = a.digits + token * kDigits * a.stride + g * a.group;
+  for (int tile = 0; tile < kPanelTiles; tile += kTiles) {
+    dot_group<kBits, kRows, kTiles, kStreamed>(group.codes + tile * 64, digits, a.stride, width,
+                                               reinterpret_cast<int32_t (*)[kPanelRows]>(dots[0] + tile * kLanes));
   }
-  const int64_t first = index * kPanelRows;
-  const float* row_scale = panel.row_scale();
-  for (int m = 0; m < kTokens; ++m) {
-    float* out = args.out + (token + m) * args.out_stride + first;
+  for (int row = 0; row < kPanelRows; row += kLanes) {
+    const I32 zero = load(group.zero + row);
+    const F32 factor = load(group.factor + row);
+#pragma GCC unroll 6
+    for (int m = 0; m < kTokens; ++m) {
+      const int64_t at = (token + m) * a.groups + g;
+      const int32_t* sums = a.sums + at * kDigits;
+      F32 dot = set1(0.0f);
+#pragma GCC unroll 3
+      for (int d = kDigits - 1; d >= 0; --d) {
+        const F32 digit = to_float(load(dots[m * kDigits + d] + row) - zero * set1(sums[d]));
+        dot = d == kDigits - 1 ? digit : fma(dot, set1(256.0f), digit);
+      }
+      store(total[m] + row, fma(dot, factor * set1(a.scale[at]), load(total[m] + row)));
+    }
+  }
+  if (group.minimum != nullptr) add_minimum<kDigits, kTokens>(group, a, token, g, total);
+}
+
+// total (tokens, 64) += the share of `count` groups from g on. Tokens go in blocks as large as the registers hold,
+// then the rest in one smaller block.
+template <int kBits, int kDigits, int kTokens, bool kStreamed>
+void add_groups(const PanelReader& panel, const Group* groups, int64_t g, int64_t count, const Activations& a,
+                int64_t token, int64_t end, float (*total)[kPanelRows]) {
+  for (; token + kTokens <= end; token += kTokens, total += kTokens) {
+    for (int64_t i = 0; i < count; ++i) {
+      add_group<kBits, kDigits, kTokens, kStreamed>(groups[i], a, token, g + i, panel.width(g + i), total);
+    }
+  }
+  if constexpr (kTokens > 1) {
+    if (token < end) {
+      add_groups<kBits, kDigits, kTokens - 1, kStreamed>(panel, groups, g, count, a, token, end, total);
+    }
+  }
+}
+
+void finish(const QuantizedLinearArgs& args, const float* row_scale, int64_t first, int64_t token, int64_t end,
+            const float (*total)[kPanelRows]) {
+  for (; token < end; ++token, ++total) {
     for (int row = 0; row < kPanelRows && first + row < args.weight->n; row += kLanes) {
       const int n = static_cast<int>(min(kLanes, args.weight->n - first - row));
-      F32 y = load(total[m] + row);
+      F32 y = load(*total + row);
       if (args.bias != nullptr) {
         y = fma(y, load(row_scale + row), load_first(args.bias + first + row, n));
       } else {
         y = y * load(row_scale + row);
       }
-      store_first(out + row, y, n);
+      store_first(args.out + token * args.out_stride + first + row, y, n);
     }
   }
 }
 
-// Tokens [token, end) in blocks as large as the registers hold, then the rest in one smaller block.
-template <int kBits, int kDigits, int kTokens, bool kStreamed, typename Panel>
-void multiply(const Job& job, Panel& panel, int64_t index, int64_t token, int64_t end) {
-  for (; token + kTokens <= end; token += kTokens) {
-    multiply_tokens<kBits, kDigits, kTokens, kStreamed>(job, panel, index, token);
-  }
-  if constexpr (kTokens > 1) {
-    if (token < end) multiply<kBits, kDigits, kTokens - 1, kStreamed>(job, panel, index, token, end);
-  }
-}
-
 constexpr int block_tokens(int digits) { return kBlockRows / digits > 0 ? kBlockRows / digits : 1; }
+
+// One panel for tokens [token, end).
+template <int kDigits>
+void multiply(const QuantizedLinearArgs& args, const Activations& a, int64_t index, int64_t token, int64_t end) {
+  constexpr int kTokens = block_tokens(kDigits);
+  const QuantizedPanels& w = *args.weight;
+  const bool streamed = end - token <= 2 * kTokens;
+  const int64_t total_bytes = (end - token) * kPanelRows * int64_t{sizeof(float)};
+  auto* scratch =
+      static_cast<uint8_t*>(local_scratch(static_cast<size_t>(total_bytes) + PanelReader::scratch_bytes(a.group)));
+  auto* total = reinterpret_cast<float (*)[kPanelRows]>(scratch);
+  std::memset(scratch, 0, static_cast<size_t>(total_bytes));
+  PanelReader panel(w, index, a.group, w.bits == 4 && !streamed);
+  // Streaming decodes scales one group at a time, close behind the prefetch.
+  const int64_t step = streamed && w.groups > 1 ? 1 : PanelReader::groups_at_once(a.group);
+  for (int64_t g = 0; g < a.groups; g += step) {
+    const int64_t count = min(step, a.groups - g);
+    const Group* groups = panel.read(g, count, scratch + total_bytes);
+    if (!streamed) {
+      add_groups<8, kDigits, kTokens, false>(panel, groups, g, count, a, token, end, total);
+    } else if (w.bits == 4) {
+      add_groups<4, kDigits, kTokens, true>(panel, groups, g, count, a, token, end, total);
+    } else {
+      add_groups<8, kDigits, kTokens, true>(panel, groups, g, count, a, token, end, total);
+    }
+  }
+  finish(args, panel.row_scale(), index * kPanelRows, token, end, total);
+}
 
 template <int kDigits>
 void run(const QuantizedLinearArgs& args) {
@@ -342,24 +348,13 @@ void run(const QuantizedLinearArgs& args) {
   a.digits = reinterpret_cast<int8_t*>(memory + scales * 4 * (1 + kDigits));
   quantize_activations<kDigits>(args, a);
 
-  constexpr int kTokens = block_tokens(kDigits);
-  const Job job{args, a};
-  const bool streamed = args.m <= 2 * kTokens;
-  const int64_t split = streamed || w.panels() >= 8 * threads() ? args.m : min(args.m, kFewestTokens);
+  const int64_t split = min(args.m, w.panels() >= 8 * threads() ? kMostTokens : kFewestTokens);
   const int64_t splits = (args.m + split - 1) / split;
-  const int64_t cost = w.panel_bytes() * min(args.m, split) + 1;  // threads pay off from about 32 KiB of codes on
+  const int64_t cost = w.panel_bytes() * split + 1;  // threads pay off from about 32 KiB of codes on
   parallel_for(w.panels() * splits, 1 + 32768 / cost, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t index = item / splits, token = item % splits * split;
-      const int64_t last = min(token + split, args.m);
-      if (streamed) {
-        StreamedPanel panel(w, index);
-        w.bits == 4 ? multiply<4, kDigits, kTokens, true>(job, panel, index, token, last)
-                    : multiply<8, kDigits, kTokens, true>(job, panel, index, token, last);
-      } else {
-        ExpandedPanel panel(w, index);
-        multiply<8, kDigits, kTokens, false>(job, panel, index, token, last);
-      }
+      const int64_t token = item % splits * split;
+      multiply<kDigits>(args, a, item / splits, token, min(token + split, args.m));
     }
   });
 }

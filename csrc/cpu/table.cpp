@@ -15,8 +15,11 @@ void embedding(const EmbeddingArgs&);
 void softmax(const RowsArgs&);
 void log_softmax(const RowsArgs&);
 void argmax(const ArgmaxArgs&);
+void read_memory(const ReadArgs&);
+void multiply_bytes(const MultiplyArgs&);
 
-extern const Kernels kernels{quantize_range, quantized_linear, full_linear, rms_norm, rope,        kv_append, attention,
-                             swiglu,           embedding,   softmax,  log_softmax, argmax};
+extern const Kernels kernels{quantize_range, quantized_linear, full_linear, rms_norm,      rope,
+                             kv_append,      attention,        swiglu,      embedding,     softmax,
+                             log_softmax,    argmax,           read_memory, multiply_bytes};
 
 }  // namespace nibblelm::NIBBLE_ISA

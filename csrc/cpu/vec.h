@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -334,6 +335,16 @@ NIBBLE_INLINE I32 dot4(I32 acc, I32 codes, I32 digits) {
 #undef NIBBLE_LANES
 
 #endif
+
+// Calls f(0), ..., f(N - 1) with constants. Arrays indexed by them become registers, which GCC does not manage for
+// loops that it unrolls itself: it leaves a store per accumulator in the innermost loop.
+template <int N, typename F>
+NIBBLE_INLINE void unroll(const F& f) {
+  [&]<int... I>(std::integer_sequence<int, I...>) __attribute__((always_inline)) {
+    (f(std::integral_constant<int, I>{}), ...);
+  }(std::make_integer_sequence<int, N>{});
+}
+#define NIBBLE_LAMBDA __attribute__((always_inline))
 
 // Sum of the lanes in a fixed tree: distance 8, 4, 2, 1.
 NIBBLE_INLINE float sum_lanes(F32 a) {

@@ -1,0 +1,42 @@
+// The machine's own limits, which benchmarks hold the kernels' figures against.
+#include "cpu/kernels.h"
+#include "cpu/team.h"
+#include "cpu/vec.h"
+
+namespace nibblelm::NIBBLE_ISA {
+namespace {
+
+volatile int32_t sink;  // keeps the compiler from dropping work whose result nobody wants
+
+}  // namespace
+
+void read_memory(const ReadArgs& a) {
+  constexpr int64_t kPiece{1 << 17}, kAhead{4096};
+  parallel_for(a.bytes / kPiece, 1, [&](int64_t begin, int64_t end) {
+    const auto *p = static_cast<const uint8_t*>(a.memory) + begin * kPiece, *stop = p + (end - begin) * kPiece;
+    I32 sum[4] = {set1(0), set1(0), set1(0), set1(0)};
+    for (; p < stop; p += 256) {
+      for (int i = 0; i < 4; ++i) {
+        __builtin_prefetch(p + kAhead + i * 64);
+        sum[i] = sum[i] + load_bytes(p + i * 64);
+      }
+    }
+    sink = sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
+  });
+}
+
+void multiply_bytes(const MultiplyArgs& a) {
+  constexpr int kChains = 2 * kBlockRows;  // enough to cover the latency, few enough for registers
+  *a.products = 64.0 * kChains * static_cast<double>(a.steps * a.items);
+  parallel_for(a.items, 1, [&](int64_t begin, int64_t end) {
+    I32 acc[kChains], codes = set1(0x01020304), digits = set1(0x02010301);
+    for (auto& chain : acc) chain = set1(static_cast<int32_t>(begin));
+    for (int64_t step = 0; step < a.steps * (end - begin); ++step) {
+#pragma GCC unroll 12
+      for (auto& chain : acc) chain = dot4<8>(chain, codes, digits);
+    }
+    for (auto& chain : acc) sink = sum_lanes(chain);
+  });
+}
+
+}  // namespace nibblelm::NIBBLE_ISA
