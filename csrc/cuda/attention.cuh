@@ -33,6 +33,12 @@ __device__ __forceinline__ Interval attended(const AttentionArgs& a, int64_t row
   return {min(first, max(end, 0)), max(end, 0)};
 }
 
+// 16 bytes to shared memory by cp.async, zeros where they are not wanted.
+__device__ __forceinline__ void copy_or_zero(uint32_t shared, const bf16* global, bool wanted) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0)
+               : "memory");
+}
+
 __device__ __forceinline__ const void* cache_row(const void* cache, const AttentionArgs& a, int slot, int kv_head) {
   const int64_t element = (static_cast<int64_t>(slot) * a.kv_heads + kv_head) * a.capacity * a.head_dim;
   return static_cast<const char*>(cache) + element * (a.cache == DType::f32 ? 4 : 2);

@@ -1,8 +1,9 @@
 // Split-KV decode attention on tensor cores for bf16 (Dao et al. 2023, "Flash-Decoding").
 //
-// The heads of one KV head are the eight columns of mma.m16n8k16 and positions its rows, so keys and values go from
-// device memory straight into operand registers: the order of d within a dot product is free as long as q uses the
-// same, and value rows of neighbouring positions are interleaved by byte permutes. No shared memory is on the way.
+// The heads of one KV head are the eight columns of mma.m16n8k16 and positions its rows: the order of d within a dot
+// product is free as long as q uses the same, and value rows of neighbouring positions are interleaved by byte
+// permutes. So a lane can fetch exactly the bytes of its own operands, 16 at a time, and needs nobody else's: shared
+// memory only holds what is in flight, and no thread waits for another before the end.
 #include "attention.cuh"
 #include "mma.cuh"
 
@@ -14,44 +15,50 @@ constexpr int kThreads{kWarps * kWarp};
 constexpr int kHeads{8};  // columns of the mma
 constexpr int kTile{16};  // positions a warp takes at a time
 
-__device__ __forceinline__ uint4 read_if(const bf16* p, bool wanted) {
-  uint4 x{0, 0, 0, 0};
-  if (wanted)
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(p));
-  return x;
-}
-
-// Keys and values of 16 positions as lane (g = lane / 4, j = lane % 4) needs them. Positions from `end` on read as
-// zeros: an unwritten value may be NaN, and 0 * NaN would reach the sum.
+// Keys and values of 16 positions in shared memory, as chunks of 16 bytes a lane. Lane (g = lane / 4, j = lane % 4) has
+// the keys of positions g and g + 8 at d = 32 c + 8 j .. + 7 and the values of positions 2j, 2j + 1, 2j + 8, 2j + 9 at
+// d = 64 b + 8 g .. + 7. On the H200 about 130 KB in flight on a multiprocessor are needed for its bandwidth.
 template <int D>
-struct Keys {  // of positions g and g + 8 at d = 32 c + 8 j .. + 7
-  uint4 k[2][D / 32];
+struct Ring {
+  static constexpr int kStages{D == 64 ? 6 : 3};
+  static constexpr int kStageBytes{64 * D};
+  static constexpr int kBytes{kWarps * kStages * kStageBytes};
 
-  __device__ __forceinline__ void read(const bf16* keys, int p, int end, int g, int j) {
+  uint32_t lane_base;  // of this lane's chunk 0 in its warp's stage 0
+  const bf16* k;
+  const bf16* v;
+  int end;  // positions from here on read as zeros: an unwritten value may be NaN, and 0 * NaN would reach the sum
+  int g;
+  int j;
+
+  __device__ __forceinline__ void fetch(int stage, int p) const {
+    uint32_t target = lane_base + stage * kStageBytes;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = p + g + 8 * half;
 #pragma unroll
-      for (int c = 0; c < D / 32; ++c)
-        k[half][c] = read_if(keys + static_cast<int64_t>(row) * D + 32 * c + 8 * j, row < end);
+      for (int c = 0; c < D / 32; ++c, target += kWarp * 16)
+        copy_or_zero(target, k + static_cast<int64_t>(row) * D + 32 * c + 8 * j, row < end);
     }
-  }
-};
-
-template <int D>
-struct Values {  // of positions 2j, 2j + 1, 2j + 8, 2j + 9 at d = 64 b + 8 g .. + 7
-  uint4 v[4][D / 64];
-
-  __device__ __forceinline__ void read(const bf16* values, int p, int end, int g, int j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int row = p + 2 * j + (i & 1) + 8 * (i >> 1);
 #pragma unroll
-      for (int b = 0; b < D / 64; ++b)
-        v[i][b] = read_if(values + static_cast<int64_t>(row) * D + 64 * b + 8 * g, row < end);
+      for (int b = 0; b < D / 64; ++b, target += kWarp * 16)
+        copy_or_zero(target, v + static_cast<int64_t>(row) * D + 64 * b + 8 * g, row < end);
     }
+  }
+  __device__ __forceinline__ uint4 key(int stage, int half, int c) const { return chunk(stage, half * (D / 32) + c); }
+  __device__ __forceinline__ uint4 value(int stage, int i, int b) const {
+    return chunk(stage, D / 16 + i * (D / 64) + b);
+  }
+  __device__ __forceinline__ uint4 chunk(int stage, int index) const {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "r"(lane_base + stage * kStageBytes + index * kWarp * 16)
+                 : "memory");
+    return x;
   }
 };
 
@@ -67,10 +74,10 @@ struct Accumulator {
   float m[2]{-INFINITY, -INFINITY};
   float l[2]{0.0f, 0.0f};  // over this lane's positions only, until the end
 
-  __device__ __forceinline__ static void dots(float (&s)[4], const Keys<D>& keys, const uint4 (&q)[D / 32]) {
+  __device__ __forceinline__ static void dots(float (&s)[4], const Ring<D>& ring, int stage, const uint4 (&q)[D / 32]) {
 #pragma unroll
     for (int c = 0; c < D / 32; ++c) {
-      const uint4 &low = keys.k[0][c], &high = keys.k[1][c];
+      const uint4 low = ring.key(stage, 0, c), high = ring.key(stage, 1, c);
       mma_16816(s, low.x, high.x, low.y, high.y, q[c].x, q[c].y);
       mma_16816(s, low.z, high.z, low.w, high.w, q[c].z, q[c].w);
     }
@@ -109,26 +116,31 @@ struct Accumulator {
     p1 = transpose_8x8(pack2<bf16>(s[2], s[3]));
   }
 
-  __device__ __forceinline__ void add(const Values<D>& values, uint32_t p0, uint32_t p1) {
+  __device__ __forceinline__ void add(const Ring<D>& ring, int stage, uint32_t p0, uint32_t p1) {
 #pragma unroll
-    for (int b = 0; b < D / 64; ++b)
+    for (int b = 0; b < D / 64; ++b) {
+      uint4 v[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = ring.value(stage, i, b);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t v0 = word(values.v[0][b], i), v1 = word(values.v[1][b], i), v2 = word(values.v[2][b], i),
-                       v3 = word(values.v[3][b], i);
+        const uint32_t v0 = word(v[0], i), v1 = word(v[1], i), v2 = word(v[2], i), v3 = word(v[3], i);
         mma_16816(o[b][i], __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410),
                   __byte_perm(v2, v3, 0x7632), p0, p1);
       }
+    }
   }
 };
 
 // Grid (splits, kv_heads * head groups, rows). Warps take tiles in turn; their triples are merged in warp order.
 template <int D, bool kOptions>
-__global__ void __launch_bounds__(kThreads, D <= 128 ? 3 : 2)
+__global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
     attention_decode_kernel(AttentionArgs a, int64_t first_row, int groups, int limit) {
-  __shared__ __align__(16) float outputs[kWarps][kHeads][D];
+  extern __shared__ __align__(128) unsigned char storage[];
   __shared__ float2 statistics[kWarps][kHeads];
-  static_assert(kHeads * kMaxSplits <= kWarps * kHeads * D);  // `outputs` serves as the weights of the merge
+  // The ring's memory serves the merge of the warps, and then as the weights of the merge of the splits.
+  float (*const outputs)[kHeads][D] = reinterpret_cast<float (*)[kHeads][D]>(storage);
+  static_assert(sizeof(float) * kWarps * kHeads * D <= Ring<D>::kBytes && kMaxSplits <= kWarps * D);
   dependency_wait();
   dependency_release();
   const int64_t row = first_row + blockIdx.z;
@@ -147,30 +159,40 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 3 : 2)
 
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
   const int begin = range.first + split * plan.span, end = min(range.end, begin + plan.span);
-  const auto* const k = static_cast<const bf16*>(cache_row(a.k, a, a.slots[row], kv_head));
-  const auto* const v = static_cast<const bf16*>(cache_row(a.v, a, a.slots[row], kv_head));
   const int position = a.positions[row];
+  using R = Ring<D>;
   constexpr int kStep{kWarps * kTile};
+  const R ring{shared_address(storage) + warp * R::kStages * R::kStageBytes + lane * 16,
+               static_cast<const bf16*>(cache_row(a.k, a, a.slots[row], kv_head)),
+               static_cast<const bf16*>(cache_row(a.v, a, a.slots[row], kv_head)),
+               end,
+               g,
+               j};
   int p = begin + warp * kTile;
-  Keys<D> keys;
-  Values<D> values;
-  keys.read(k, p, end, g, j);
-  values.read(v, p, end, g, j);
+#pragma unroll
+  for (int i = 0; i < R::kStages - 1; ++i) {
+    if (p + i * kStep < end) ring.fetch(i, p + i * kStep);
+    copy_async_commit();
+  }
   const bf16* const query = static_cast<const bf16*>(a.q) + row * a.q_stride + (first_head + g) * D + 8 * j;
   uint4 q[D / 32];
 #pragma unroll
   for (int c = 0; c < D / 32; ++c)
     q[c] = g < heads ? *reinterpret_cast<const uint4*>(query + 32 * c) : uint4{0, 0, 0, 0};
   Accumulator<D> sum;
-  for (; p < end; p += kStep) {  // each register is refilled as soon as it has been used
+  for (int stage = 0; p < end; p += kStep, stage = stage + 1 == R::kStages ? 0 : stage + 1) {
+    const int ahead = p + (R::kStages - 1) * kStep;
+    if (ahead < end) ring.fetch(stage == 0 ? R::kStages - 1 : stage - 1, ahead);
+    copy_async_commit();
+    copy_async_wait<R::kStages - 1>();
     float s[4]{};
-    sum.dots(s, keys, q);
-    keys.read(k, p + kStep, end, g, j);
+    sum.dots(s, ring, stage, q);
     uint32_t p0, p1;
     sum.template weigh<kOptions>(a, s, row, position, first_head, p, end, g, j, p0, p1);
-    sum.add(values, p0, p1);
-    values.read(v, p + kStep, end, g, j);
+    sum.add(ring, stage, p0, p1);
   }
+  copy_async_wait<0>();
+  __syncthreads();  // the ring is done with
 
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -205,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 3 : 2)
     }
   }
   if (plan.count == 1 || !arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y), plan.count)) return;
-  merge_splits<kThreads>(a, row, first_head, heads, plan.count, gridDim.x, &outputs[0][0][0]);
+  merge_splits<kThreads>(a, row, first_head, heads, plan.count, gridDim.x, reinterpret_cast<float*>(storage));
 }
 
 template <int D>
@@ -216,7 +238,7 @@ void launch_decode(const AttentionArgs& a, const Launch& launch) {
     launch_kernel(
         launch, [&] { return describe("attention", a); }, kernel,
         dim3(std::min(limit, ceil_div(a.capacity, kMinSpan)), a.kv_heads * groups, static_cast<unsigned>(rows)),
-        dim3(kThreads), 0, a, first, groups, limit);
+        dim3(kThreads), Ring<D>::kBytes, a, first, groups, limit);
   });
 }
 

@@ -29,11 +29,6 @@ __device__ __forceinline__ uint32_t chunk_address(uint32_t base, int row, int ch
   return base + row * (D * 2) + ((chunk ^ (row & 7)) << 4);
 }
 
-__device__ __forceinline__ void copy_or_zero(uint32_t shared, const bf16* global, bool wanted) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0)
-               : "memory");
-}
-
 // kRows rows of D values, `stride` apart, from `source`; row r is real when first + r < end.
 template <int D, int kRows>
 __device__ __forceinline__ void copy_tile(uint32_t shared, const bf16* source, int64_t stride, int64_t first,
@@ -62,27 +57,29 @@ struct Strip {
   float l[2]{0.0f, 0.0f};  // over this lane's columns only, until the end
 };
 
-// Scores of one strip in place: scale and options, then -inf outside each row's interval.
+// Scores of one strip in place: options (which include the scale), then -inf outside each row's interval.
 template <bool kOptions, int kTiles>
 __device__ __forceinline__ void scores_of(const AttentionArgs& a, float (&s)[kTiles][4], const Row (&rows)[2], int head,
                                           int column, bool inside) {
+  if (!kOptions && inside) return;
 #pragma unroll
   for (int t = 0; t < kTiles; ++t)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Row& row = rows[i >> 1];
       const int p = column + 8 * t + (i & 1);
-      if (inside || (p >= row.range.first && p < row.range.end)) {
-        s[t][i] = score<kOptions>(a, s[t][i], row.index, row.position, head, p);
-      } else {
+      if (!inside && (p < row.range.first || p >= row.range.end)) {
         s[t][i] = -INFINITY;
+      } else if constexpr (kOptions) {
+        s[t][i] = score<true>(a, s[t][i], row.index, row.position, head, p);
       }
     }
 }
 
-// Online softmax step: s becomes exp2(s - m), the strip's sums are rescaled to the new maximum.
+// Online softmax step: s becomes 2^(unit * (s - m)), the strip's sums are rescaled to the new maximum. `unit` is what
+// remains of the scale, folded into the multiply-add that the difference needs anyway.
 template <int D, int kTiles>
-__device__ __forceinline__ void softmax_step(Strip<D>& strip, float (&s)[kTiles][4]) {
+__device__ __forceinline__ void softmax_step(Strip<D>& strip, float (&s)[kTiles][4], float unit) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float m = strip.m[r];
@@ -90,14 +87,20 @@ __device__ __forceinline__ void softmax_step(Strip<D>& strip, float (&s)[kTiles]
     for (int t = 0; t < kTiles; ++t) m = fmaxf(m, fmaxf(s[t][2 * r], s[t][2 * r + 1]));
     m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 1));
     m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 2));
-    const float factor = weight_of(strip.m[r], m), base = m == -INFINITY ? 0.0f : m;
+    const float base = m == -INFINITY ? 0.0f : m * unit;
+    const float factor = exp2_fast(strip.m[r] * unit - base);  // 0 from -inf
+    const bool moved = m != strip.m[r];
     strip.m[r] = m;
     float l = 0.0f;
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      s[t][2 * r] = exp2_fast(s[t][2 * r] - base);
-      s[t][2 * r + 1] = exp2_fast(s[t][2 * r + 1] - base);
+      s[t][2 * r] = exp2_fast(s[t][2 * r] * unit - base);
+      s[t][2 * r + 1] = exp2_fast(s[t][2 * r + 1] * unit - base);
       l += s[t][2 * r] + s[t][2 * r + 1];
+    }
+    if (!__any_sync(kAllLanes, moved)) {  // then every factor is 1, to the bit
+      strip.l[r] += l;
+      continue;
     }
     strip.l[r] = strip.l[r] * factor + l;
 #pragma unroll
@@ -163,6 +166,7 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
   };
   fetch(begin, 0);
 
+  const float unit = kOptions ? 1.0f : a.scale * kLog2e;
   Strip<D> strips[kStrips];
   for (int column = begin, stage = 0; column < end; column += kColumns, stage ^= 1) {
     const uint32_t k_tile = kv_tiles + 2 * stage * kTileBytes, v_tile = k_tile + kTileBytes;
@@ -191,7 +195,7 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
 #pragma unroll
     for (int n = 0; n < kStrips; ++n) {
       scores_of<kOptions>(a, s[n], rows[n], head, column + 2 * j, inside);
-      softmax_step(strips[n], s[n]);
+      softmax_step(strips[n], s[n], unit);
     }
     copy_async_wait<2>();  // these values
     __syncthreads();

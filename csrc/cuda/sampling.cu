@@ -27,7 +27,9 @@ struct Shared {
   unsigned low[kBins];  // the bins' sums modulo 2^32: atomics on 64 bits of shared memory are loops
   unsigned high[kBins];
   Mass warps[kWarp];
-  Mass total;  // this block's contribution to a sum over the cluster
+  uint64_t peak;
+  Mass total;    // this block's contribution to a sum over the cluster
+  Mass segment;  // sum over the cluster of the bins that this block adds up
   Mass found_above;
   uint32_t found_digit;
 };
@@ -145,38 +147,54 @@ __device__ __forceinline__ Threshold radix_search(const Team& team, const Row& r
       if (mass != 0) add_to_bin(shared, key >> shift & digits, mass);
     });
     team.sync();
-    Mass sums[kOwn], own = 0;  // bins in falling order
+    // Each block adds up its segment of the bins, rank 0 the highest; threads take bins in falling order.
+    const int segment = kBins / team.size, per_thread = (segment + kThreads - 1) / kThreads;
+    const int top_bin = kBins - 1 - team.rank * segment - static_cast<int>(threadIdx.x) * per_thread;
+    const int bins = static_cast<int>(threadIdx.x) * per_thread < segment ? per_thread : 0;
+    Mass sums[kOwn]{}, own = 0;
 #pragma unroll
     for (int b = 0; b < kOwn; ++b) {
-      const int bin = kBins - 1 - static_cast<int>(threadIdx.x) * kOwn - b;
-      sums[b] = 0;
+      if (b >= bins) continue;
       for (int other = 0; other < team.size; ++other) {
         const Shared& there = team.of(other);
-        sums[b] += static_cast<Mass>(there.high[bin]) << 32 | there.low[bin];
+        sums[b] += (static_cast<Mass>(there.high[top_bin - b]) << 32) + there.low[top_bin - b];
       }
       own += sums[b];
     }
-    Mass above = block_scan(own, shared.warps);
-    if (pass == 0) {
-      if (threadIdx.x == kThreads - 1) shared.found_above = above;
-      __syncthreads();
-      result.total = shared.found_above;
-      target = target_of(result.total);
-      __syncthreads();
+    const Mass inclusive = block_scan(own, shared.warps);
+    if (threadIdx.x == kThreads - 1) shared.segment = inclusive;
+    team.sync();
+    Mass before = result.above, all = 0;  // before this block's segment
+    for (int other = 0; other < team.size; ++other) {
+      const Mass there = team.of(other).segment;
+      if (other < team.rank) before += there;
+      all += there;
     }
-    above += result.above - own;
+    if (pass == 0) {
+      result.total = all;
+      target = target_of(all);
+    }
+    Mass above = before + inclusive - own;
+    if (threadIdx.x == 0) shared.found_digit = kBins;  // no digit found here
+    __syncthreads();
 #pragma unroll
     for (int b = 0; b < kOwn; ++b) {
       if (above < target && above + sums[b] >= target) {
-        shared.found_digit = kBins - 1 - threadIdx.x * kOwn - b;
+        shared.found_digit = top_bin - b;
         shared.found_above = above;
       }
       above += sums[b];
     }
-    team.sync();  // the digit is found, and every block has read these bins
-    result.key |= shared.found_digit << shift;
-    result.above = shared.found_above;
+    team.sync();
+    uint32_t digit = 0;
+    for (int other = 0; other < team.size; ++other) {
+      if (team.of(other).found_digit == kBins) continue;
+      digit = team.of(other).found_digit;
+      result.above = team.of(other).found_above;
+    }
+    result.key |= digit << shift;
   }
+  team.sync();  // every block has read what was found
   return result;
 }
 
@@ -261,12 +279,12 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(SamplingArgs a) {
   uint64_t best = 0;
   own.each([&](float x, int id) { best = max(best, ranked_key(x, static_cast<uint32_t>(id))); });
   best = block_reduce(best, uint64_t{0}, scratch, [](uint64_t x, uint64_t y) { return x > y ? x : y; });
-  if (threadIdx.x == 0) shared.total = best;
+  if (threadIdx.x == 0) shared.peak = best;
   team.sync();
-  for (int other = 0; other < team.size; ++other) best = max(best, static_cast<uint64_t>(team.of(other).total));
-  team.sync();
+  for (int other = 0; other < team.size; ++other) best = max(best, team.of(other).peak);
   const float peak = value_of(static_cast<uint32_t>(best >> 32));
   if (temperature == 0.0f || !isfinite(peak)) {
+    team.sync();  // no block leaves while another reads its shared memory
     if (team.rank == 0 && threadIdx.x == 0)
       finish(a, row, isfinite(peak) ? static_cast<int>(~static_cast<uint32_t>(best)) : -1);
     return;

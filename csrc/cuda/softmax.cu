@@ -162,16 +162,16 @@ __global__ void __launch_bounds__(kMaxThreads) softmax_block(const T* x, T* y, i
   held.write(y + start, count, threadIdx.x, blockDim.x, m, row, logarithm);
 }
 
-// The same for aligned long rows, by clusters that stay: the next row's share is on its way to shared memory (one bulk
-// copy) while this row, in registers, is reduced, exchanged and written. Values a thread: kValues.
-template <class T, int kValues>
+// The same for aligned long rows, by clusters that stay: while a row, in registers, is reduced, exchanged and written,
+// the shares of the next kStages rows are on their way to shared memory (one bulk copy each).
+template <class T, int kValues, int kStages>
 __global__ void __launch_bounds__(kMaxThreads)
     softmax_cluster(const T* x, T* y, int64_t rows, int columns, int share, bool logarithm) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char storage[];
   __shared__ float scratch[2][kWarp];
   __shared__ Partial parts[2][kMaxCluster];
-  __shared__ uint64_t arrived;
+  __shared__ uint64_t arrived[kStages];
   dependency_wait();
   dependency_release();
   const cg::cluster_group cluster = cg::this_cluster();
@@ -179,26 +179,29 @@ __global__ void __launch_bounds__(kMaxThreads)
   const int first = rank * share, count = max(0, min(share, columns - first));
   const int64_t stride = gridDim.x / size;
   T* const buffer = reinterpret_cast<T*>(storage);
-  const auto fetch = [&](int64_t row) {
+  const auto fetch = [&](int64_t row, int stage) {
     if (threadIdx.x == 0 && row < rows && count > 0)
-      bulk_copy(buffer, x + row * columns + first, count * sizeof(T), &arrived);
+      bulk_copy(buffer + stage * share, x + row * columns + first, count * sizeof(T), arrived + stage);
   };
-  if (threadIdx.x == 0) barrier_init(&arrived);
-  cluster.sync();  // every block runs: its shared memory may be written
-  fetch(blockIdx.x / size);
-  int phase = 0;
-  for (int64_t row = blockIdx.x / size; row < rows; row += stride, phase ^= 1) {
-    if (count > 0) barrier_wait(&arrived, phase);
+  int64_t row = blockIdx.x / size;
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < kStages; ++stage) barrier_init(arrived + stage);
+    for (int stage = 0; stage < kStages; ++stage) fetch(row + stage * stride, stage);
+  }
+  cluster.sync();  // every block runs: its shared memory may be written; and the barriers are seen
+  for (int stage = 0, phase = 0, side = 0; row < rows; row += stride, side ^= 1) {
+    if (count > 0) barrier_wait(arrived + stage, phase);
     Held<T, kWide<T>, kValues> held;
-    held.template read<true>(buffer, count, threadIdx.x, blockDim.x);
-    const float m = block_max(held.maximum(), scratch[0]);  // its barrier also says that all have read the buffer
-    fetch(row + stride);
+    held.template read<true>(buffer + stage * share, count, threadIdx.x, blockDim.x);
+    const float m = block_max(held.maximum(), scratch[0]);  // its barrier also says that all have read this stage
+    fetch(row + kStages * stride, stage);
     const float d = block_sum(held.exponentials(base_of(m), logarithm), scratch[1]);
-    if (static_cast<int>(threadIdx.x) < size) *cluster.map_shared_rank(&parts[phase][rank], threadIdx.x) = {m, d};
+    if (static_cast<int>(threadIdx.x) < size) *cluster.map_shared_rank(&parts[side][rank], threadIdx.x) = {m, d};
     cluster.sync();
-    Partial merged = parts[phase][0];
-    for (int i = 1; i < size; ++i) merged = merge(merged, parts[phase][i]);
+    Partial merged = parts[side][0];
+    for (int i = 1; i < size; ++i) merged = merge(merged, parts[side][i]);
     held.write(y + row * columns + first, count, threadIdx.x, blockDim.x, m, merged, logarithm);
+    if (++stage == kStages) stage = 0, phase ^= 1;
   }
 #endif
 }
@@ -270,7 +273,7 @@ BlockShape block_shape(bool wide, int64_t share, const char* op) {
   return best;
 }
 
-// Blocks a row: up to 16384 columns a block, of which two fit on a multiprocessor of the H200.
+// Blocks a row: up to 16384 columns a block, the most of which three fit in the shared memory of the H200.
 int cluster_size(int64_t columns) {
   int size = 2;
   while (size < kMaxCluster && columns > size * int64_t{16384}) size *= 2;
@@ -317,9 +320,11 @@ void launch_cluster(const T* x, T* y, int64_t rows, int64_t columns, bool logari
   constexpr int64_t kV{kWide<T>};
   const int cluster = cluster_size(columns);
   const int64_t share = (columns + cluster * kV - 1) / (cluster * kV) * kV;
-  const int threads = std::max(2 * kWarp, ceil_div(share, kMaxValues * kWarp) * kWarp);
-  const auto kernel = softmax_cluster<T, kMaxValues>;
-  const int shared = static_cast<int>(share * sizeof(T));
+  // Three shares of 16384 fp32 columns, or one of 32768, fit in the shared memory of an H200's multiprocessor.
+  const bool ring = share <= kMaxThreads * 16;
+  const int threads = std::max(2 * kWarp, ceil_div(share, (ring ? 16 : kMaxValues) * kWarp) * kWarp);
+  const auto kernel = ring ? softmax_cluster<T, 16, 3> : softmax_cluster<T, kMaxValues, 1>;
+  const int shared = static_cast<int>((ring ? 3 : 1) * share * sizeof(T));
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what());
   ClusterLaunch clusters(cluster, threads, shared, launch);
   clusters.config.gridDim = dim3(cluster);

@@ -168,8 +168,9 @@ def attention(
     _cache_target("attention", m, k_cache, v_cache, slots, positions)
     slot_count, kv_heads, capacity, _ = k_cache.shape
     _require(
-        _rows(q) and k_cache.shape[3] == head_dim and heads % kv_heads == 0 and head_dim % 8 == 0 and head_dim <= 256,
-        "attention", "q (M, H, D) fp32 or bf16, D a multiple of 8 up to 256, H a multiple of Hkv", q, k_cache,
+        _rows(q) and k_cache.shape[3] == head_dim and heads % kv_heads == 0 and head_dim % 8 == 0 and head_dim <= 256
+        and scale > 0,
+        "attention", f"q (M, H, D), D a multiple of 8 up to 256, H a multiple of Hkv; scale {scale} > 0", q, k_cache,
     )  # fmt: skip
     fits = mask is None or (mask.ndim == 2 and mask.shape[0] == m and mask.stride(1) == 1)
     _require(
