@@ -88,8 +88,9 @@ __device__ __forceinline__ void softmax_step(Strip<D>& strip, float (&s)[kTiles]
     m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 1));
     m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, 2));
     const float base = m == -INFINITY ? 0.0f : m * unit;
-    const float factor = exp2_fast(strip.m[r] * unit - base);  // 0 from -inf
     const bool moved = m != strip.m[r];
+    // 0 from -inf. Exactly 1 where nothing moved, which the rounding of `base` would spoil.
+    const float factor = moved ? exp2_fast(strip.m[r] * unit - base) : 1.0f;
     strip.m[r] = m;
     float l = 0.0f;
 #pragma unroll
@@ -98,7 +99,7 @@ __device__ __forceinline__ void softmax_step(Strip<D>& strip, float (&s)[kTiles]
       s[t][2 * r + 1] = exp2_fast(s[t][2 * r + 1] * unit - base);
       l += s[t][2 * r] + s[t][2 * r + 1];
     }
-    if (!__any_sync(kAllLanes, moved)) {  // then every factor is 1, to the bit
+    if (!__any_sync(kAllLanes, moved)) {
       strip.l[r] += l;
       continue;
     }
