@@ -16,8 +16,7 @@ std::string describe(const LinearWeight& w, DType x_dtype, int m) {
 
 DecodePlan plan_here(const LinearWeight& w, DType x_dtype, int m, bool aligned) {
   const DecodePlan plan = plan_decode(w, x_dtype, m, aligned, device_attribute(cudaDevAttrMultiProcessorCount),
-                                      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024,
-                                      device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor));
+                                      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024);
   if (plan.grid == 0) {
     throw std::invalid_argument(describe(w, x_dtype, m) + ": K is too long for the shared memory of this card");
   }
@@ -55,7 +54,7 @@ void linear_decode(const LinearWeight& w, const LinearArgs& args, const Launch& 
   const int x_bytes = x_is_float ? 4 : 2, y_bytes = args.y_dtype == DType::f32 ? 4 : 2;
   a.x_aligned = x_aligned(w, args.x, args.x_stride, args.x_dtype);
   if (w.integer()) {
-    a.units = w.steps() * kStepK / (w.format == WeightFormat::int4 ? 64 : 32);
+    a.stages = w.steps();
     a.groups = w.groups();
     a.group_shift = w.group_size == 0 ? 0 : std::countr_zero(static_cast<unsigned>(w.group_size));
     a.record_bytes = w.record_bytes();
@@ -66,7 +65,7 @@ void linear_decode(const LinearWeight& w, const LinearArgs& args, const Launch& 
     a.has_minimum = w.has_minimum;
   } else {
     a.pitch_bytes = w.pitch * (w.format == WeightFormat::f32 ? 4 : 2);
-    a.units = static_cast<int>(w.pitch / (w.format == WeightFormat::f32 ? 16 : 32));
+    a.stages = static_cast<int>((a.pitch_bytes + 127) / 128);
   }
   const std::string what = describe(w, args.x_dtype, args.m);
   for (int row = 0, rows = plan_here(w, args.x_dtype, args.m, a.x_aligned).m; row < args.m;

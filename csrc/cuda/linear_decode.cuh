@@ -1,11 +1,13 @@
 // The decode kernel: y = x W^T for 1 to 16 rows of x, limited by the bytes of W.
 //
-// A warp owns one slice of K for one strip of 16 rows at a time and streams it through a private ring in shared memory:
-// every lane reads back only the 16 bytes it copied itself, so the ring needs no barrier. The rows of x are the 8
-// columns of the tensor-core tile, one tile per plane (linear_planes.cuh). Integer products are exact in int32. Slices
-// are added as a binary tree whose shape depends on K alone: every m, split over blocks and grid gives the same bits.
+// A warp owns one slice of K for one strip of 16 rows at a time and streams it through a private ring in shared memory.
+// The rows of x are the 8 columns of the tensor-core tile, one tile per plane (linear_planes.cuh); integer products are
+// exact in int32. The warps of a strip deliver their sums and go on to the next strip; they take turns in adding them.
+// Slices are added as a binary tree whose shape depends on K alone: every m, split over blocks and grid gives the same
+// bits.
 #pragma once
 
+#include "barrier.cuh"
 #include "linear_planes.cuh"
 
 namespace nibblelm::cuda {
@@ -33,6 +35,12 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint2
   }
 }
 
+// Keeps a value in a register where the compiler would compute it again in every round.
+__device__ __forceinline__ int keep(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+
 // Sum as a tree of neighbours; fewer values with zeros behind them give the tree of those values.
 __device__ __forceinline__ float tree_sum(float (&v)[kMaxSlices]) {
 #pragma unroll
@@ -46,88 +54,120 @@ __device__ __forceinline__ float tree_sum(float (&v)[kMaxSlices]) {
   return v[0];
 }
 
-// Scale, zero-point and minimum of row r + 8 * half of one record.
+// Scale, zero-point and minimum of one row in one group.
 struct RowTerms {
   float scale, minimum;
   int zero;
 };
 
+// Of rows r and r + 8 of a record.
 template <WeightFormat F>
-__device__ __forceinline__ RowTerms read_record(const DecodeArgs& a, const uint8_t* record, int r, int half) {
-  const auto read = [&](const uint8_t* at) {  // 16-bit scales without a branch between their two kinds
-    if (a.scale_dtype == DType::f32) return reinterpret_cast<const float*>(at)[2 * r + half];
-    const uint16_t bits = reinterpret_cast<const uint16_t*>(at)[2 * r + half];
-    return a.scale_dtype == DType::bf16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16)
-                                        : __half2float(__ushort_as_half(bits));
+__device__ __forceinline__ void read_record(const DecodeArgs& a, const uint8_t* record, int r, RowTerms (&rows)[2]) {
+  const auto read_pair = [&](const uint8_t* at, float& low, float& high) {
+    if (a.scale_dtype == DType::f32) {
+      const float2 pair = reinterpret_cast<const float2*>(at)[r];
+      low = pair.x, high = pair.y;
+    } else {
+      const uint32_t pair = reinterpret_cast<const uint32_t*>(at)[r];
+      const bool brain = a.scale_dtype == DType::bf16;
+      low = brain ? __uint_as_float(pair << 16) : __half2float(__ushort_as_half(pair & 0xffff));
+      high = brain ? __uint_as_float(pair & 0xffff0000u) : __half2float(__ushort_as_half(pair >> 16));
+    }
   };
-  RowTerms out{read(record), 0.0f, a.default_zero};
-  if (a.has_minimum) out.minimum = read(record + a.minimum_at);
+  read_pair(record, rows[0].scale, rows[1].scale);
+  rows[0].minimum = rows[1].minimum = 0.0f;
+  if (a.has_minimum) read_pair(record + a.minimum_at, rows[0].minimum, rows[1].minimum);
+  rows[0].zero = rows[1].zero = a.default_zero;
   if (a.has_zero) {
     const uint8_t* const zeros = record + (a.scale_dtype == DType::f32 ? 64 : 32);
-    out.zero = F == WeightFormat::int4 ? zeros[r] >> (4 * half) & 15 : zeros[2 * r + half];
+    const int both = F == WeightFormat::int4 ? zeros[r] : reinterpret_cast<const uint16_t*>(zeros)[r];
+    rows[0].zero = both & (F == WeightFormat::int4 ? 15 : 255);
+    rows[1].zero = both >> (F == WeightFormat::int4 ? 4 : 8);
   }
-  return out;
+}
+
+// sum of codes x digits -> scale * sum of (code - zero) x activation + minimum * sum of activations.
+template <int D>
+__device__ __forceinline__ float scale_sums(const int (&raw)[D], const int (&digits)[D], const RowTerms& row,
+                                            float slice_scale) {
+  float value{0.0f}, total{0.0f};
+#pragma unroll
+  for (int d = 0; d < D; ++d) {
+    value = fmaf(value, 256.0f, static_cast<float>(raw[d] - row.zero * digits[d]));
+    total = fmaf(total, 256.0f, static_cast<float>(digits[d]));
+  }
+  return __fmul_rn(fmaf(row.minimum, total, __fmul_rn(row.scale, value)), slice_scale);
 }
 
 // The warp's place in its stream of stages, kStages ahead of what it computes.
 template <WeightFormat F, bool Grouped>
 struct Stream {
   using Fmt = Format<F>;
-  static constexpr int kUnitStep{Fmt::kInteger ? 512 : 64};  // bytes from one unit to the next in memory
   const DecodeArgs& a;
-  uint32_t ring, record_ring;  // shared addresses
-  int lane, first_unit, slice_units, strip, strip_step;
-  int unit{0}, slot{0};
-  const uint8_t* source[Fmt::kLoads];
+  uint32_t ring, record_ring;  // shared addresses of this lane's first bytes
+  int lane, first_stage, slice_stages, strip, strip_step;
+  int64_t strip_jump;  // from the end of this slice in one strip to its start in the next
+  int stages_left, slot{0};
+  const uint8_t* source;
+  const uint8_t* record_source;
+  int64_t record_jump;
+  uint32_t row_offset[Fmt::kInteger ? 1 : Fmt::kCopies];
 
-  __device__ __forceinline__ void start_strip() {
+  __device__ __forceinline__ void start() {
+    stages_left = slice_stages;
+    if constexpr (Grouped) {
+      const int64_t strip_records = static_cast<int64_t>(a.groups) * a.record_bytes;
+      record_source = a.records + strip * strip_records + first_stage * a.plan.record_slot + 8 * lane;
+      record_jump = strip_step * strip_records - slice_stages * a.plan.record_slot;
+    }
     if constexpr (Fmt::kInteger) {
-      source[0] = a.data + (static_cast<int64_t>(strip) * a.units + first_unit) * 512 + lane * 16;
-    } else {
-      constexpr int kElementBytes{64 / Fmt::kUnitK};
-      const int column = first_unit * Fmt::kUnitK + lane % 4 * (Fmt::kUnitK / 4);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {  // rows beyond N repeat the last one; their results are not stored
-        const int row = min(strip * kStripRows + 8 * half + lane / 4, a.n - 1);
-        source[half] = a.data + row * a.pitch_bytes + static_cast<int64_t>(column) * kElementBytes;
-      }
+      const int64_t stage = static_cast<int64_t>(strip) * a.stages + first_stage;
+      source = a.data + stage * Fmt::kStageBytes + lane * 16;
+      strip_jump = (static_cast<int64_t>(strip_step) * a.stages - slice_stages) * Fmt::kStageBytes;
+    } else {  // 8 lanes to the 128 bytes of a row
+      source = a.data + static_cast<int64_t>(strip) * kStripRows * a.pitch_bytes + first_stage * 128 + lane % 8 * 16;
+      strip_jump = static_cast<int64_t>(strip_step) * kStripRows * a.pitch_bytes - slice_stages * 128;
+      set_rows();
     }
   }
 
-  __device__ __forceinline__ void copy_unit(int u) {
+  __device__ __forceinline__ void set_rows() {  // rows beyond N repeat the last one and are not stored
 #pragma unroll
-    for (int i = 0; i < Fmt::kLoads; ++i) {
-      copy_async_16(ring + slot * kStageBytes + u * Fmt::kUnitBytes + i * 512 + lane * 16, source[i] + u * kUnitStep);
+    for (int i = 0; i < Fmt::kCopies; ++i) {
+      row_offset[i] = min(4 * i + lane / 8, a.n - 1 - strip * kStripRows) * static_cast<uint32_t>(a.pitch_bytes);
     }
   }
 
   __device__ __forceinline__ void issue() {
     if (strip < a.strips) {
-      const int count = min(Fmt::kStageUnits, slice_units - unit);
-      if (count == Fmt::kStageUnits) {
+      const uint32_t to = ring + slot * Fmt::kStageBytes;
+      if constexpr (Fmt::kInteger) {
 #pragma unroll
-        for (int u = 0; u < Fmt::kStageUnits; ++u) copy_unit(u);
+        for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, source + i * 512);
       } else {
-#pragma unroll 1
-        for (int u = 0; u < count; ++u) copy_unit(u);
-      }
-      if constexpr (Grouped) {
-        const int group = (first_unit + unit) * Fmt::kUnitK >> a.group_shift;
-        const int bytes = (count * Fmt::kUnitK >> a.group_shift) * a.record_bytes;
-        const uint8_t* const records = a.records + (static_cast<int64_t>(strip) * a.groups + group) * a.record_bytes;
-#pragma unroll 1
-        for (int at = 8 * lane; at < bytes; at += 8 * kWarp) {
-          copy_async_8(record_ring + slot * a.plan.record_slot + at, records + at);
+        const int column = (first_stage + slice_stages - stages_left) * 128 + lane % 8 * 16;
+        if (column < a.pitch_bytes) {
+#pragma unroll
+          for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, source + row_offset[i]);
         }
       }
-#pragma unroll
-      for (int i = 0; i < Fmt::kLoads; ++i) source[i] += count * kUnitStep;
-      slot = slot == kStages - 1 ? 0 : slot + 1;
-      unit += count;
-      if (unit == slice_units) {
-        unit = 0;
+      if constexpr (Grouped) {
+        const uint32_t record_to = record_ring + slot * a.plan.record_slot;
+        if (8 * lane < a.plan.record_slot) copy_async_8(record_to, record_source);
+#pragma unroll 1
+        for (int at = 8 * (lane + kWarp); at < a.plan.record_slot; at += 8 * kWarp) {
+          copy_async_8(record_to + at - 8 * lane, record_source + at - 8 * lane);
+        }
+        record_source += a.plan.record_slot;
+      }
+      source += Fmt::kInteger ? Fmt::kStageBytes : 128;
+      slot = slot == Fmt::kStages - 1 ? 0 : slot + 1;
+      if (--stages_left == 0) {
+        stages_left = slice_stages;
         strip += strip_step;
-        start_strip();
+        source += strip_jump;
+        if constexpr (Grouped) record_source += record_jump;
+        if constexpr (!Fmt::kInteger) set_rows();
       }
     }
     copy_async_commit();
@@ -137,83 +177,82 @@ struct Stream {
 // Sums of one strip in a warp: raw ones (int32, or fp32 for full formats), and scaled ones for weights with groups.
 template <WeightFormat F, bool Grouped, int D, int C>
 struct Tile {
-  static constexpr int kTiles{(C + 7) / 8};                     // of 8 columns
-  static constexpr int kColumns{C == 1 ? 1 : 2};                // of a thread in a tile
-  static constexpr int kSets{F == WeightFormat::int4 ? 2 : 1};  // int4: low nibbles, and high ones times 16
+  static constexpr int kTiles{(C + 7) / 8};       // of 8 columns
+  static constexpr int kColumns{C == 1 ? 1 : 2};  // of a thread in a tile
+  // int4 per row: low nibbles, and high ones times 16, which saves their shift.
+  static constexpr int kSets{F == WeightFormat::int4 && !Grouped ? 2 : 1};
   typename Format<F>::Accumulator acc[kSets][kTiles][D][4]{};
   float sum[Grouped ? kTiles : 1][2][kColumns]{};  // [tile][row half][column]
 
   // The sum of element q of plane d.
   __device__ __forceinline__ auto raw(int t, int d, int q) const {
-    if constexpr (F == WeightFormat::int4) {
+    if constexpr (kSets == 2) {
       return acc[0][t][d][q] + (acc[1][t][d][q] >> 4);
     } else {
       return acc[0][t][d][q];
     }
   }
 
-  // sum += scale * (raw - zero * digit sums) + minimum * digit sums at the end of a group; clears raw.
+  // The column of x of this lane's column j of tile t.
+  static __device__ __forceinline__ int column(int t, int j, int lane) { return C == 1 ? 0 : t * 8 + lane % 4 * 2 + j; }
+
+  // Adds the scaled sums of a group, whose digit sums are `sums`, and clears the raw ones.
   __device__ __forceinline__ void end_group(const DecodeArgs& a, const uint8_t* record, const int* sums, int lane) {
-    const RowTerms rows[2]{read_record<F>(a, record, lane / 4, 0), read_record<F>(a, record, lane / 4, 1)};
+    RowTerms rows[2];
+    read_record<F>(a, record, lane / 4, rows);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
-        const int m = C == 1 ? 0 : t * 8 + lane % 4 * 2 + j;
-        float value[2], total;
-        if constexpr (D == 2) {  // a group of 128 of two digits fits int32 together
-          const int digits = sums[m] * 256 + sums[C + m];
-          total = static_cast<float>(digits);
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            value[h] = static_cast<float>(raw(t, 0, 2 * h + j) * 256 + raw(t, 1, 2 * h + j) - rows[h].zero * digits);
-          }
-        } else {
-          value[0] = value[1] = total = 0.0f;
-#pragma unroll
-          for (int d = 0; d < D; ++d) {
-            const int digits = sums[d * C + m];
-            total = fmaf(total, 256.0f, static_cast<float>(digits));
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              value[h] = fmaf(value[h], 256.0f, static_cast<float>(raw(t, d, 2 * h + j) - rows[h].zero * digits));
-            }
-          }
-        }
+        const int m = column(t, j, lane);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          sum[t][h][j] = fmaf(rows[h].scale, value[h], sum[t][h][j]);
-          if (a.has_minimum) sum[t][h][j] = fmaf(rows[h].minimum, total, sum[t][h][j]);
+          float value;
+          if constexpr (D == 2) {
+            const int both = raw(t, 0, 2 * h + j) * 256 + raw(t, 1, 2 * h + j) - rows[h].zero * sums[m];
+            value = __fmul_rn(rows[h].scale, static_cast<float>(both));
+            if (a.has_minimum) value = fmaf(rows[h].minimum, static_cast<float>(sums[m]), value);
+          } else {
+            int raws[D], digits[D];
+#pragma unroll
+            for (int d = 0; d < D; ++d) raws[d] = raw(t, d, 2 * h + j), digits[d] = sums[d * C + m];
+            value = scale_sums<D>(raws, digits, rows[h], 1.0f);
+          }
+          sum[t][h][j] += value;
         }
       }
-    }
 #pragma unroll
-    for (int s = 0; s < kSets; ++s) {
-#pragma unroll
-      for (int t = 0; t < kTiles; ++t) {
-#pragma unroll
-        for (int d = 0; d < D; ++d) acc[s][t][d][0] = acc[s][t][d][1] = acc[s][t][d][2] = acc[s][t][d][3] = 0;
-      }
+      for (int d = 0; d < D; ++d) acc[0][t][d][0] = acc[0][t][d][1] = acc[0][t][d][2] = acc[0][t][d][3] = 0;
     }
   }
 };
 
-// acc += one 32-column tile of codes x digits; `planes` is this lane's chunk for rows of x under 8.
+// This lane's place in the planes: its 8 columns of K in the row of x that is its column of the tensor-core tile. Lanes
+// beyond the last row of x read that row again: their columns of the result are not used.
+template <int Tiles>
+struct PlaneAt {
+  const uint8_t* shared;
+  int row[Tiles];
+
+  template <typename T>
+  __device__ __forceinline__ T read(int tile, int offset) const {
+    return *reinterpret_cast<const T*>(shared + row[tile] + offset);
+  }
+};
+
+// acc += one 32-column tile of codes x digits, `offset` bytes into the planes.
 template <int D, int Tiles>
-__device__ __forceinline__ void multiply_codes(int (&acc)[Tiles][D][4], const uint32_t (&a)[4], const uint8_t* planes,
-                                               int pitch8, int row, int m) {
+__device__ __forceinline__ void multiply_codes(int (&acc)[Tiles][D][4], const uint32_t (&a)[4],
+                                               const PlaneAt<Tiles>& planes, int offset) {
 #pragma unroll
   for (int t = 0; t < Tiles; ++t) {
-    const bool used = t * 8 + row < m;
     uint2 b[D];
     if constexpr (D == 2) {
-      const uint4 both = used ? *reinterpret_cast<const uint4*>(planes + t * pitch8) : make_uint4(0, 0, 0, 0);
+      const uint4 both = planes.template read<uint4>(t, offset);
       b[0] = make_uint2(both.x, both.y), b[1] = make_uint2(both.z, both.w);
     } else {
 #pragma unroll
-      for (int d = 0; d < D; ++d) {
-        b[d] = used ? reinterpret_cast<const uint2*>(planes + t * pitch8)[d] : make_uint2(0, 0);
-      }
+      for (int d = 0; d < D; ++d) b[d] = planes.template read<uint2>(t, offset + d * 8);
     }
 #pragma unroll
     for (int d = 0; d < D; ++d) mma(acc[t][d], a, b[d]);
@@ -232,8 +271,8 @@ __device__ __forceinline__ uint32_t take_bf16(float& low, float& high) {
 
 // acc += one unit of a full format x planes; w: the lane's 16 bytes of rows r and r + 8.
 template <WeightFormat F, int D, int Tiles>
-__device__ __forceinline__ void multiply_full(float (&acc)[Tiles][D][4], const uint4 (&w)[2], const uint8_t* planes,
-                                              int pitch8, int row, int m) {
+__device__ __forceinline__ void multiply_full(float (&acc)[Tiles][D][4], const uint4 (&w)[2],
+                                              const PlaneAt<Tiles>& planes, int offset) {
   if constexpr (F == WeightFormat::f32) {
     uint32_t a[3][4];  // the weight as three bf16 terms
     float low[4]{__uint_as_float(w[0].x), __uint_as_float(w[1].x), __uint_as_float(w[0].z), __uint_as_float(w[1].z)};
@@ -247,8 +286,7 @@ __device__ __forceinline__ void multiply_full(float (&acc)[Tiles][D][4], const u
     for (int t = 0; t < Tiles; ++t) {
 #pragma unroll
       for (int d = D - 1; d >= 0; --d) {
-        const bool used = t * 8 + row < m;
-        const uint2 b = used ? *reinterpret_cast<const uint2*>(planes + t * pitch8 + d * 16) : make_uint2(0, 0);
+        const uint2 b = planes.template read<uint2>(t, offset + d * 16);
 #pragma unroll
         for (int i = 2 - d; i >= 0; --i) mma<false>(acc[t][0], a[i], b);  // terms under 2^-24 are left out
       }
@@ -259,8 +297,7 @@ __device__ __forceinline__ void multiply_full(float (&acc)[Tiles][D][4], const u
     for (int t = 0; t < Tiles; ++t) {
 #pragma unroll
       for (int d = D - 1; d >= 0; --d) {
-        const bool used = t * 8 + row < m;
-        const uint4 b = used ? *reinterpret_cast<const uint4*>(planes + t * pitch8 + d * 16) : make_uint4(0, 0, 0, 0);
+        const uint4 b = planes.template read<uint4>(t, offset + d * 16);
         mma<F == WeightFormat::f16>(acc[t][d], first, make_uint2(b.x, b.y));
         mma<F == WeightFormat::f16>(acc[t][d], second, make_uint2(b.z, b.w));
       }
@@ -268,219 +305,283 @@ __device__ __forceinline__ void multiply_full(float (&acc)[Tiles][D][4], const u
   }
 }
 
-// What a block's threads need to turn the slices' sums into outputs.
+// Where the warps of a strip leave their sums: [strip in flight][slice][row of x][row of the strip][word].
 template <WeightFormat F, bool Grouped, int D, int C>
-struct Outputs {
-  static constexpr bool kRaw{Format<F>::kInteger && !Grouped};  // `red` holds raw digit sums, else scaled floats
+struct Reduction {
+  // One row of x leaves most lanes without a result, so its digit sums are scaled by the warp that adds them.
+  static constexpr bool kRaw{Format<F>::kInteger && !Grouped && C == 1};
   static constexpr int kWords{kRaw ? D : 1};
+  static constexpr int kDepth{reduction_depth(C)};
   const DecodeArgs& a;
   const int* sums;
   const float* scales;
-  RowTerms terms;
+  int* red;  // of this strip in flight
+  int part, strip, lane;
 
-  // Output `at` of a strip group is [strip of the block][row of x][row of the strip].
-  __device__ __forceinline__ int row(int at) const { return C == 1 ? 0 : at / kStripRows % a.plan.m; }
-  __device__ __forceinline__ int sub(int at) const { return C == 1 ? at / kStripRows : at / kStripRows / a.plan.m; }
-  __device__ __forceinline__ int column(int group, int at) const {
-    return (group * a.plan.block_strips + sub(at)) * kStripRows + at % kStripRows;
-  }
-
-  __device__ __forceinline__ void load_terms(int n) {  // weights: may be read ahead of time
-    if constexpr (kRaw) {
-      if (n >= a.n) return;
-      const uint8_t* const record = a.records + static_cast<int64_t>(n / kStripRows) * a.record_bytes;
-      terms = read_record<F>(a, record, n % 8, n / 8 % 2);
-    }
-  }
-
-  __device__ __forceinline__ float add_slices(const int* red, int at) const {
-    const DecodePlan& p = a.plan;
-    const int m = row(at), step = p.m * kStripRows;
-    const int* from = red + ((sub(at) << p.block_log) * step + m * kStripRows + at % kStripRows) * kWords;
-    float v[kMaxSlices];
+  __device__ __forceinline__ void deliver(const Tile<F, Grouped, D, C>& tile, const RowTerms (&rows)[2], int slice) {
+    using Tiles = Tile<F, Grouped, D, C>;
+    const int m_count = C == 1 ? 1 : a.plan.m;
 #pragma unroll
-    for (int s = 0; s < kMaxSlices; ++s) {
-      v[s] = 0.0f;
-      if (s < p.block_slices()) {
-        if constexpr (kRaw) {
-          float value{0.0f}, total{0.0f};
+    for (int t = 0; t < Tiles::kTiles; ++t) {
 #pragma unroll
-          for (int d = 0; d < D; ++d) {
-            const int digits = sums[(s * D + d) * C + m];
-            value = fmaf(value, 256.0f, static_cast<float>(from[d] - terms.zero * digits));
-            total = fmaf(total, 256.0f, static_cast<float>(digits));
+      for (int j = 0; j < Tiles::kColumns; ++j) {
+        const int m = Tiles::column(t, j, lane);
+        if (C == 1 ? lane % 4 != 0 : m >= m_count) continue;
+        const float slice_scale = scales[slice * C + m];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          int* const to = red + ((slice * m_count + m) * kStripRows + 8 * h + lane / 4) * kWords;
+          if constexpr (kRaw) {
+#pragma unroll
+            for (int d = 0; d < D; ++d) to[d] = tile.raw(t, d, 2 * h + j);
+          } else if constexpr (Grouped) {
+            *to = __float_as_int(__fmul_rn(tile.sum[t][h][j], slice_scale));
+          } else if constexpr (Format<F>::kInteger) {
+            int raws[D], digits[D];
+#pragma unroll
+            for (int d = 0; d < D; ++d) raws[d] = tile.raw(t, d, 2 * h + j), digits[d] = sums[(slice * D + d) * C + m];
+            *to = __float_as_int(scale_sums<D>(raws, digits, rows[h], slice_scale));
+          } else {
+            float value{0.0f};  // the smallest terms first
+#pragma unroll
+            for (int d = D - 1; d >= 0; --d) value += tile.raw(t, d, 2 * h + j);
+            *to = __float_as_int(__fmul_rn(value, slice_scale));
           }
-          value *= terms.scale;
-          if (a.has_minimum) value = fmaf(terms.minimum, total, value);
-          v[s] = value * scales[s * C + m];
-        } else {
-          v[s] = __int_as_float(*from) * scales[s * C + m];
         }
-        from += step * kWords;
       }
     }
-    return tree_sum(v);
   }
 
-  __device__ __forceinline__ void store(int group, int at, float value) const {
-    const int n = column(group, at), m = row(at);
+  __device__ __forceinline__ void store(int m, int row, float value) const {
+    const int n = strip * kStripRows + row;
     if (n < a.n) store_from_float(a.y, m * a.y_stride + n, a.y_dtype, value + (a.bias ? a.bias[n] : 0.0f));
+  }
+
+  // The sum over the block's slices of row `row` and row m of x; with one row of x, two lanes share it.
+  __device__ __forceinline__ float add_slices(int m, int row, const RowTerms& terms) const {
+    const int count = a.plan.block_slices();
+    if constexpr (C == 1) {
+      float v[kMaxSlices / 2];
+#pragma unroll
+      for (int i = 0; i < kMaxSlices / 2; ++i) {
+        const int slice = lane / kStripRows * (kMaxSlices / 2) + i;
+        v[i] = 0.0f;
+        if (slice < count) {
+          const int* const from = red + (slice * kStripRows + row) * kWords;
+          if constexpr (kRaw) {
+            int raws[D], digits[D];
+#pragma unroll
+            for (int d = 0; d < D; ++d) raws[d] = from[d], digits[d] = sums[slice * D + d];
+            v[i] = scale_sums<D>(raws, digits, terms, scales[slice]);
+          } else {
+            v[i] = __int_as_float(*from);
+          }
+        }
+      }
+      const float half = (v[0] + v[1]) + (v[2] + v[3]);
+      return half + __shfl_xor_sync(kAllLanes, half, kStripRows);
+    } else {
+      float v[kMaxSlices];
+#pragma unroll
+      for (int s = 0; s < kMaxSlices; ++s) {
+        v[s] = s < count ? __int_as_float(red[(s * a.plan.m + m) * kStripRows + row]) : 0.0f;
+      }
+      return tree_sum(v);
+    }
+  }
+
+  // One warp finishes the strip. `terms`: of row lane % 16.
+  __device__ __forceinline__ void finish(const RowTerms& terms) const {
+    const DecodePlan& p = a.plan;
+    const int row = lane % kStripRows, m_step = C == 1 ? 1 : 2, m_first = C == 1 ? 0 : lane / kStripRows;
+    const int m_count = C == 1 ? 1 : p.m;
+    float* const partials = a.partials + static_cast<int64_t>(strip) * m_count * kStripRows + row;
+    const int64_t part_step = static_cast<int64_t>(p.strips) * m_count * kStripRows;
+#pragma unroll 1
+    for (int m = m_first; m < m_count; m += m_step) {
+      const float value = add_slices(m, row, terms);
+      if (C == 1 && lane >= kStripRows) continue;
+      if (p.parts_log == 0) {
+        store(m, row, value);
+      } else {
+        partials[part * part_step + m * kStripRows] = value;
+      }
+    }
+    if (p.parts_log == 0) return;
+    // The block that arrives last adds the parts, in their order.
+    __threadfence();
+    __syncwarp();
+    int ticket{0};
+    if (lane == 0) ticket = atomicAdd(a.arrivals + strip, 1);
+    if (__shfl_sync(kAllLanes, ticket, 0) != p.parts() - 1) return;
+    __threadfence();
+#pragma unroll 1
+    for (int m = m_first; m < m_count; m += m_step) {
+      float v[kMaxSlices];
+#pragma unroll
+      for (int s = 0; s < kMaxSlices; ++s) {
+        v[s] = s < p.parts() ? __ldcg(partials + s * part_step + m * kStripRows) : 0.0f;
+      }
+      const float value = tree_sum(v);
+      if (C != 1 || lane < kStripRows) store(m, row, value);
+    }
+    if (lane == 0) a.arrivals[strip] = 0;
   }
 };
 
 // ---- kernel --------------------------------------------------------------------------------------------------
 
+// Where the groups of the warp's slice are: the record of the next one, in the ring, and its digit sums.
+struct GroupAt {
+  const uint8_t* record;
+  const int* sums;
+};
+
+// Adds the products of the stage at `here` (in the ring) with the planes; k is its first column.
 template <WeightFormat F, bool Grouped, int D, int C>
-__global__ void __launch_bounds__(kDecodeThreads, C == 1 ? 3 : 2)
+__device__ __forceinline__ void multiply_stage(const DecodeArgs& a, Tile<F, Grouped, D, C>& tile, const uint8_t* here,
+                                               const PlaneAt<(C + 7) / 8>& planes, GroupAt& group, int group_mask,
+                                               int k, int lane) {
+  using Fmt = Format<F>;
+  constexpr int kChunk{8 * D * Fmt::kPlaneBytes};
+  if constexpr (Fmt::kInteger) {
+    uint4 w[Fmt::kCopies];
+#pragma unroll
+    for (int i = 0; i < Fmt::kCopies; ++i) w[i] = *reinterpret_cast<const uint4*>(here + i * 512 + lane * 16);
+#pragma unroll
+    for (int t = 0; t < kStepK / 32; ++t) {
+      const uint4 from = w[t * Fmt::kCopies / 4];
+      uint32_t words[4]{from.x, from.y, from.z, from.w};
+      if constexpr (F == WeightFormat::int4) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if constexpr (tile.kSets == 2) {
+            words[i] &= t % 2 == 0 ? 0x0f0f0f0fu : 0xf0f0f0f0u;
+          } else {
+            words[i] = words[i] >> (t % 2 * 4) & 0x0f0f0f0fu;
+          }
+        }
+      }
+      multiply_codes(tile.acc[t % tile.kSets], words, planes, t * 4 * kChunk);
+      if constexpr (Grouped) {
+        if (((t + 1) & group_mask) == 0) {
+          tile.end_group(a, group.record, group.sums, lane);
+          group.record += a.record_bytes;
+          group.sums += kGroupWords<D> * C;
+        }
+      }
+    }
+  } else {
+    const int row = lane / 4;
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      if (k + u * Fmt::kStageK / 2 < a.k) {  // the last stage may be half full
+        const uint8_t* const at = here + row * 128 + ((4 * u + lane % 4) ^ (row & 1) << 2) * 16;
+        const uint4 w[2]{*reinterpret_cast<const uint4*>(at), *reinterpret_cast<const uint4*>(at + 8 * 128)};
+        multiply_full<F, D>(tile.acc[0], w, planes, u * Fmt::kStageK / 16 * kChunk);
+      }
+    }
+  }
+}
+
+template <WeightFormat F, bool Grouped, int D, int C>
+__global__ void __launch_bounds__(kDecodeThreads, C == 1 ? 2 : 1)
     linear_decode_kernel(const __grid_constant__ DecodeArgs a) {
   using Fmt = Format<F>;
+  using Reduce = Reduction<F, Grouped, D, C>;
   extern __shared__ __align__(16) uint8_t shared[];
-  __shared__ int ticket;
   const DecodePlan& p = a.plan;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int part = blockIdx.x & (p.parts() - 1);
-  const int first_group = blockIdx.x >> p.parts_log, group_step = gridDim.x >> p.parts_log;
+  const int part = blockIdx.x & (p.parts() - 1), part_blocks = gridDim.x >> p.parts_log;
   const int slice = warp & (p.block_slices() - 1), sub = warp >> p.block_log;
   const int begin = slice_begin((part << p.block_log) + slice, p.slices_log, a.steps);
   const int end = slice_begin((part << p.block_log) + slice + 1, p.slices_log, a.steps);
   const int slice_k = (begin - slice_begin(part << p.block_log, p.slices_log, a.steps)) * kStepK;  // in the image
-  constexpr int kStepUnits{kStepK / Fmt::kUnitK};
+  constexpr int kStepStages{kStepK / Fmt::kStageK};
+  const int first_strip = (blockIdx.x >> p.parts_log) + sub * part_blocks, strip_step = part_blocks * p.block_strips;
 
-  const uint8_t* const ring = shared + warp * kStages * kStageBytes;
-  const uint8_t* const record_ring = shared + p.records_at + warp * kStages * p.record_slot;
+  const int ring_at = warp * kRingBytes, record_ring_at = p.records_at + warp * Fmt::kStages * p.record_slot;
+  // In a stage of a full format, odd rows swap their halves: the 8 lanes that read two rows together meet all banks.
+  const int lane_at = Fmt::kInteger ? lane * 16 : lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
+  const int slice_stages = keep(min(end * kStepStages, a.stages) - begin * kStepStages);
   Stream<F, Grouped> stream{a,
-                            shared_address(ring),
-                            shared_address(record_ring),
+                            shared_address(shared) + keep(ring_at + lane_at),
+                            shared_address(shared) + keep(record_ring_at + 8 * lane),
                             lane,
-                            begin * kStepUnits,
-                            min(end * kStepUnits, a.units) - begin * kStepUnits,
-                            first_group * p.block_strips + sub,
-                            group_step * p.block_strips};
-  stream.start_strip();
+                            begin * kStepStages,
+                            slice_stages,
+                            first_strip,
+                            keep(strip_step)};
+  stream.start();
 #pragma unroll 1
-  for (int i = 0; i < kStages; ++i) stream.issue();  // weights: the step does not change them
-  uint8_t* const image = shared + p.image_at;
-  const int* const sums = reinterpret_cast<const int*>(image + p.sums_at);
-  const float* const scales = reinterpret_cast<const float*>(image + p.scales_at);
-  const int outputs = p.block_strips * p.m * kStripRows;
-  Outputs<F, Grouped, D, C> out{a, sums, scales, {}};
-  out.load_terms(out.column(first_group, threadIdx.x));
+  for (int i = 0; i < Fmt::kStages; ++i) stream.issue();  // weights: the step does not change them
+
+  // Per strip in flight: `full` counts the slices that have arrived, `empty` the warp that has added them.
+  const uint32_t full = shared_address(shared + p.barriers_at) + sub * 2 * Reduce::kDepth * 8;
+  const uint32_t empty = full + Reduce::kDepth * 8;
+  if (slice == 0 && lane < 2 * Reduce::kDepth)
+    barrier_init(full + lane * 8, lane < Reduce::kDepth ? p.block_slices() : 1);
 
   dependency_wait();
   dependency_release();
+  uint8_t* const image = shared + p.image_at;
   prepare_image<F, Grouped, D, C>(a, image, part);
   __syncthreads();
 
-  // This lane's 8 columns of K in the planes of row lane / 4.
   constexpr int kChunk{8 * D * Fmt::kPlaneBytes};
-  const uint8_t* const planes = image + p.planes_at + lane / 4 * p.plane_pitch + slice_k / 8 * kChunk +
-                                (F == WeightFormat::f32 ? lane % 4 / 2 * kChunk + lane % 2 * 8 : lane % 4 * kChunk);
-  int* const red = reinterpret_cast<int*>(shared + p.red_at);
-  int slot{0}, half{0};
+  PlaneAt<(C + 7) / 8> planes{shared, {}};
+#pragma unroll
+  for (int t = 0; t < (C + 7) / 8; ++t) {
+    planes.row[t] =
+        keep(p.image_at + p.planes_at + min(t * 8 + lane / 4, p.m - 1) * p.plane_pitch + slice_k / 8 * kChunk +
+             (F == WeightFormat::f32 ? lane % 4 / 2 * kChunk + lane % 2 * 8 : lane % 4 * kChunk));
+  }
+  const int ring_read_at = keep(ring_at), group_mask = keep((1 << a.group_shift >> 5) - 1);
+  const int first_sum = keep(Grouped ? (slice_k >> a.group_shift) * kGroupWords<D> * C : 0);
+  const int* const sums = reinterpret_cast<const int*>(image + p.sums_at);
+  const float* const scales = reinterpret_cast<const float*>(image + p.scales_at);
+  const int strip_words = (p.m << p.block_log) * kStripRows * Reduce::kWords;
+  int* const red = reinterpret_cast<int*>(shared + p.red_at) + sub * Reduce::kDepth * strip_words;
 
-  for (int group = first_group; group < p.strip_groups; group += group_step, half ^= 1) {
-    constexpr int kWords{Outputs<F, Grouped, D, C>::kWords};
-    int* const red_now = red + half * kDecodeWarps * p.m * kStripRows * kWords;
-    if (group * p.block_strips + sub < a.strips) {
-      Tile<F, Grouped, D, C> tile;
-      const auto multiply = [&](int unit, int u) {  // unit u of the stage that starts at `unit`
-        const uint8_t* const here = ring + slot * kStageBytes + u * Fmt::kUnitBytes + lane * 16;
-        const uint8_t* const b = planes + (unit + u) * (Fmt::kUnitK / 8) * kChunk;
-        if constexpr (Fmt::kInteger) {
-          const uint4 w = *reinterpret_cast<const uint4*>(here);
-#pragma unroll
-          for (int t = 0; t < Fmt::kUnitK / 32; ++t) {
-            uint32_t words[4]{w.x, w.y, w.z, w.w};
-            if constexpr (F == WeightFormat::int4) {  // high nibbles stay where they are: Tile::raw divides by 16
-#pragma unroll
-              for (int i = 0; i < 4; ++i) words[i] &= t == 0 ? 0x0f0f0f0fu : 0xf0f0f0f0u;
-            }
-            multiply_codes(tile.acc[t], words, b + t * 4 * kChunk, 8 * p.plane_pitch, lane / 4, p.m);
-            if constexpr (Grouped) {
-              const int k = u * Fmt::kUnitK + 32 * t;  // from the stage's first
-              if ((k + 32) % (1 << a.group_shift) == 0) {
-                const int group_sums = (slice_k + unit * Fmt::kUnitK + k) >> a.group_shift;
-                tile.end_group(a, record_ring + slot * p.record_slot + (k >> a.group_shift) * a.record_bytes,
-                               sums + group_sums * D * C, lane);
-              }
-            }
-          }
-        } else {
-          const uint4 w[2]{*reinterpret_cast<const uint4*>(here), *reinterpret_cast<const uint4*>(here + 512)};
-          multiply_full<F, D>(tile.acc[0], w, b, 8 * p.plane_pitch, lane / 4, p.m);
-        }
-      };
-#pragma unroll 1
-      for (int unit = 0; unit < stream.slice_units; unit += Fmt::kStageUnits) {
-        copy_async_wait<kStages - 1>();
-        if constexpr (Grouped) __syncwarp();  // records were copied by other lanes
-        const int count = min(Fmt::kStageUnits, stream.slice_units - unit);
-        if (!Grouped && count == Fmt::kStageUnits) {
-#pragma unroll
-          for (int u = 0; u < Fmt::kStageUnits; ++u) multiply(unit, u);
-        } else {
-#pragma unroll 1
-          for (int u = 0; u < count; ++u) multiply(unit, u);
-        }
-        if constexpr (Grouped) __syncwarp();  // every lane has read the slot's records
-        slot = slot == kStages - 1 ? 0 : slot + 1;
-        stream.issue();
-      }
-#pragma unroll
-      for (int t = 0; t < tile.kTiles; ++t) {
-#pragma unroll
-        for (int j = 0; j < tile.kColumns; ++j) {
-          const int m = C == 1 ? 0 : t * 8 + lane % 4 * 2 + j;
-          if (C == 1 ? lane % 4 != 0 : m >= p.m) continue;
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            int* const to = red_now + ((warp * p.m + m) * kStripRows + 8 * h + lane / 4) * kWords;
-            if constexpr (Grouped) {
-              *to = __float_as_int(tile.sum[t][h][j]);
-            } else if constexpr (Fmt::kInteger) {
-#pragma unroll
-              for (int d = 0; d < D; ++d) to[d] = tile.raw(t, d, 2 * h + j);
-            } else {
-              float value{0.0f};  // the smallest terms first
-#pragma unroll
-              for (int d = D - 1; d >= 0; --d) value += tile.raw(t, d, 2 * h + j);
-              *to = __float_as_int(value);
-            }
-          }
-        }
-      }
-    }
-    __syncthreads();  // the next round writes the other half of `red`, so one barrier a round is enough
-
-    float* const partials = a.partials + static_cast<int64_t>(group) * outputs;
-    const int64_t part_step = static_cast<int64_t>(p.strip_groups) * outputs;
-#pragma unroll 1
-    for (int at = threadIdx.x; at < outputs; at += kDecodeThreads) {
-      const float value = out.add_slices(red_now, at);
-      if (p.parts_log == 0) {
-        out.store(group, at, value);
+  int slot{0}, turn{0};  // turn: strips this warp has finished
+  for (int strip = first_strip; strip < a.strips; strip += strip_step, ++turn) {
+    const int in_flight = turn % Reduce::kDepth, lap = turn / Reduce::kDepth;
+    const bool finishes = (turn & (p.block_slices() - 1)) == slice;
+    RowTerms rows[2]{};
+    if constexpr (Fmt::kInteger && !Grouped) {
+      const uint8_t* const record = a.records + static_cast<int64_t>(strip) * a.record_bytes;
+      if constexpr (Reduce::kRaw) {
+        if (finishes) read_record<F>(a, record, lane % 8, rows);
       } else {
-        partials[part * part_step + at] = value;
+        read_record<F>(a, record, lane / 4, rows);
       }
-      const bool more = at + kDecodeThreads < outputs;
-      out.load_terms(out.column(more ? group : group + group_step, more ? at + kDecodeThreads : threadIdx.x));
     }
-    if (p.parts_log > 0) {  // the block that arrives last adds the parts, in their order
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) ticket = atomicAdd(a.arrivals + group, 1);
-      __syncthreads();
-      if (ticket == p.parts() - 1) {
-        __threadfence();
+    Tile<F, Grouped, D, C> tile;
+    PlaneAt<(C + 7) / 8> here{planes};
+    GroupAt group{nullptr, sums + first_sum};
 #pragma unroll 1
-        for (int at = threadIdx.x; at < outputs; at += kDecodeThreads) {
-          float v[kMaxSlices];
+    for (int stage = 0; stage < slice_stages; ++stage) {
+      copy_async_wait<Fmt::kStages - 1>();
+      if constexpr (Grouped || !Fmt::kInteger) __syncwarp();  // other lanes copied part of what this one reads
+      group.record = shared + record_ring_at + slot * p.record_slot;
+      multiply_stage<F, Grouped, D, C>(a, tile, shared + ring_read_at + slot * Fmt::kStageBytes, here, group,
+                                       group_mask, begin * kStepK + stage * Fmt::kStageK, lane);
 #pragma unroll
-          for (int s = 0; s < kMaxSlices; ++s) v[s] = s < p.parts() ? __ldcg(partials + s * part_step + at) : 0.0f;
-          out.store(group, at, tree_sum(v));
-        }
-        if (threadIdx.x == 0) a.arrivals[group] = 0;
-      }
+      for (int t = 0; t < (C + 7) / 8; ++t) here.row[t] += Fmt::kStageK / 8 * kChunk;
+      if constexpr (Grouped || !Fmt::kInteger) __syncwarp();  // all have read the slot
+      slot = slot == Fmt::kStages - 1 ? 0 : slot + 1;
+      stream.issue();
+    }
+    Reduce reduce{a, sums, scales, red + in_flight * strip_words, part, strip, lane};
+    if (lap > 0) barrier_wait(empty + in_flight * 8, (lap - 1) & 1);
+    reduce.deliver(tile, rows, slice);
+    barrier_arrive_warp(full + in_flight * 8, lane);
+    if (finishes) {
+      barrier_wait(full + in_flight * 8, lap & 1);
+      const bool upper = (lane & 8) != 0;
+      reduce.finish({upper ? rows[1].scale : rows[0].scale, upper ? rows[1].minimum : rows[0].minimum,
+                     upper ? rows[1].zero : rows[0].zero});
+      barrier_arrive_warp(empty + in_flight * 8, lane);
     }
   }
 }

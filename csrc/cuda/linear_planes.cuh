@@ -11,10 +11,10 @@ namespace nibblelm::cuda {
 template <WeightFormat F>
 struct Format {
   static constexpr bool kInteger{F == WeightFormat::int4 || F == WeightFormat::int8};
-  static constexpr int kLoads{kInteger ? 1 : 2};  // 16-byte loads of a lane for one unit
-  static constexpr int kUnitK{F == WeightFormat::int4 ? 64 : F == WeightFormat::f32 ? 16 : 32};
-  static constexpr int kUnitBytes{512 * kLoads};
-  static constexpr int kStageUnits{kStageBytes / kUnitBytes};
+  static constexpr int kStageBytes{stage_bytes(F)};
+  static constexpr int kStages{kRingBytes / kStageBytes};
+  static constexpr int kCopies{kStageBytes / 512};  // 16-byte copies of a lane for one stage
+  static constexpr int kStageK{kInteger ? kStepK : F == WeightFormat::f32 ? 32 : 64};
   static constexpr int kPlaneBytes{kInteger ? 1 : 2};                 // of one element of a plane
   static constexpr bool kScaled{kInteger || F == WeightFormat::f16};  // planes are x * 2^-e, e per slice and row
   using Accumulator = std::conditional_t<kInteger, int, float>;
@@ -37,8 +37,9 @@ struct DecodeArgs {
   int64_t y_stride;
   int64_t pitch_bytes;  // full formats
   int n, k;
-  int strips, steps, units;  // units: of one strip
-  int groups, group_shift;   // integer formats: groups of a row; log2 of the group size, or 0 for per-row
+  int strips, steps;
+  int stages;               // of one strip
+  int groups, group_shift;  // integer formats: groups of a row; log2 of the group size, or 0 for per-row
   int record_bytes, minimum_at, default_zero;
   DType scale_dtype, y_dtype;
   bool has_zero, has_minimum, x_aligned;
@@ -182,6 +183,10 @@ __device__ __forceinline__ float normalizer(uint32_t largest, float& scale) {
   return largest == 0 ? 0.0f : inverse;
 }
 
+// Words of a group's digit sums: two digits of a group of 128 fit int32 together, three do not.
+template <int D>
+constexpr int kGroupWords{D == 2 ? 1 : D};
+
 // Planes, sums and scales of one slice of one row, by one warp, into `image` (laid out as the plan says).
 template <WeightFormat F, bool Grouped, int D, int C, bool Aligned>
 __device__ __forceinline__ void prepare_slice(const DecodeArgs& a, uint8_t* image, int part, int slice, int row) {
@@ -232,7 +237,15 @@ __device__ __forceinline__ void prepare_slice(const DecodeArgs& a, uint8_t* imag
           const int other = __shfl_xor_sync(kAllLanes, sum[d], offset);
           if (offset < lanes) sum[d] += other;
         }
-        if (k < last && lane % lanes == 0) sums[(((k - block_k) >> a.group_shift) * D + d) * C + row] = sum[d];
+      }
+      if (k < last && lane % lanes == 0) {
+        int* const to = sums + ((k - block_k) >> a.group_shift) * kGroupWords<D> * C + row;
+        if constexpr (D == 2) {
+          *to = sum[0] * 256 + sum[1];
+        } else {
+#pragma unroll
+          for (int d = 0; d < D; ++d) to[d * C] = sum[d];
+        }
       }
     } else {
 #pragma unroll

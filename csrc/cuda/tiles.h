@@ -8,14 +8,18 @@
 
 namespace nibblelm::cuda {
 
-constexpr int kDecodeWarps{8};
+constexpr int kDecodeWarps{16};  // one block a multiprocessor; a second one (the next kernel's) fits beside it
 constexpr int kDecodeThreads{kDecodeWarps * 32};
-constexpr int kMaxSlices{8};      // K is summed as a binary tree of at most this many slices
-constexpr int kStageBytes{2048};  // of weights, per warp: what one wait and one refill handle
-// Stages in flight: 8 warps x 3 x 2 KB x 2 blocks is 96 KB an SM; 4.35 TB/s x 1 us / 132 SMs is 33 KB (H200).
-constexpr int kStages{3};
-constexpr int kBlocksPerMultiprocessor{2};
+constexpr int kMaxSlices{8};  // K is summed as a binary tree of at most this many slices
+// Weights in flight: 16 warps x 6 KB is 96 KB an SM; 4.35 TB/s x 1 us / 132 SMs is 33 KB (H200).
+constexpr int kRingBytes{6144};          // per warp
 constexpr int kPreparedElements{65536};  // activations of a block from which one kernel prepares them for all blocks
+
+// Strips whose sums may wait for their reduction.
+constexpr int reduction_depth(int columns) { return columns == 1 ? 4 : 2; }
+
+// Bytes of weights per warp that one wait and one refill handle: a step of codes, or 128 bytes of 16 rows.
+constexpr int stage_bytes(WeightFormat format) { return format == WeightFormat::int4 ? 1024 : 2048; }
 
 // Slices of K: a function of K alone, so that the order of every floating-point sum is too.
 inline int decode_slices_log(int steps) {
@@ -47,20 +51,20 @@ struct DecodePlan {
   int block_log;     // of these, a block takes 1 << block_log
   int parts_log;     // slices_log - block_log: 1 << parts_log blocks share a strip
   int block_strips;  // strips a block works on at a time: kDecodeWarps >> block_log
-  int strip_groups;
   int grid;
-  bool prepared;                                   // the planes come from linear_planes_kernel
-  int plane_pitch;                                 // bytes between rows of the planes
-  int planes_at, sums_at, scales_at;               // in the image of a part
-  int image_bytes;                                 // a multiple of 16
-  int record_slot;                                 // bytes of records beside one stage
-  int records_at, image_at, red_at, shared_bytes;  // in shared memory, behind the ring of weights
+  int strips;
+  bool prepared;                                                // the planes come from linear_planes_kernel
+  int plane_pitch;                                              // bytes between rows of the planes
+  int planes_at, sums_at, scales_at;                            // in the image of a part
+  int image_bytes;                                              // a multiple of 16
+  int record_slot;                                              // bytes of records beside one stage
+  int records_at, image_at, red_at, barriers_at, shared_bytes;  // in shared memory, behind the ring of weights
 
   NIBBLELM_HOST_DEVICE int slices() const { return 1 << slices_log; }
   NIBBLELM_HOST_DEVICE int block_slices() const { return 1 << block_log; }
   NIBBLELM_HOST_DEVICE int parts() const { return 1 << parts_log; }
   int64_t partial_floats() const {
-    return parts_log == 0 ? 0 : static_cast<int64_t>(parts()) * strip_groups * block_strips * kStripRows * m;
+    return parts_log == 0 ? 0 : static_cast<int64_t>(parts()) * strips * kStripRows * m;
   }
   int64_t workspace_bytes() const {
     return partial_floats() * 4 + (prepared ? static_cast<int64_t>(parts()) * image_bytes : 0);
@@ -75,7 +79,7 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.block_log = block_log;
   p.parts_log = slices_log - block_log;
   p.block_strips = kDecodeWarps >> block_log;
-  p.strip_groups = (w.strips() + p.block_strips - 1) / p.block_strips;
+  p.strips = w.strips();
   int steps = 0;
   for (int part = 0; part < p.parts(); ++part) {
     steps = std::max(steps, slice_begin((part + 1) << block_log, slices_log, w.steps()) -
@@ -91,31 +95,31 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.image_bytes = (p.scales_at + p.block_slices() * columns * 4 + 15) / 16 * 16;
   p.prepared = steps * kStepK * m >= kPreparedElements;
 
-  const int stage_k = kStageBytes * 8 / kStripRows / w.bits();
-  p.record_slot = grouped ? stage_k / w.group_size * w.record_bytes() : 0;
-  p.records_at = kDecodeWarps * kStages * kStageBytes;
-  p.image_at = p.records_at + kDecodeWarps * kStages * p.record_slot;
+  p.record_slot = grouped ? kStepK / w.group_size * w.record_bytes() : 0;
+  p.records_at = kDecodeWarps * kRingBytes;
+  p.image_at = p.records_at + kDecodeWarps * (kRingBytes / stage_bytes(w.format)) * p.record_slot;
   p.red_at = p.image_at + p.image_bytes;
-  const int red_words = w.integer() && !grouped ? planes : 1;  // raw sums of every digit, or one float
-  p.shared_bytes = p.red_at + 2 * kDecodeWarps * m * kStripRows * red_words * 4;
+  const int depth = reduction_depth(columns);
+  const int words = w.integer() && !grouped && m == 1 ? planes : 1;  // raw sums of every digit, or one float
+  p.barriers_at = p.red_at + kDecodeWarps * depth * m * kStripRows * words * 4;
+  p.shared_bytes = p.barriers_at + 2 * p.block_strips * depth * 8;
   return p;
 }
 
-// Takes as many slices into one block as shared memory holds (no sum across blocks when it holds all): first with
-// kBlocksPerMultiprocessor blocks beside each other, then alone; fewer rows only where even one slice does not fit.
+// Takes as many slices into one block as shared memory holds (no sum across blocks when it holds all), and fewer rows
+// only where even one slice does not fit.
 inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, bool aligned, int multiprocessors,
-                              int block_limit, int multiprocessor_limit) {
+                              int shared_limit) {
   const int planes = decode_planes(w.format, x_dtype);
   const int slices_log = decode_slices_log(w.steps());
   for (int rows = m; rows >= 1; rows = rows > 1 ? (rows + 1) / 2 : 0) {
-    for (int blocks = kBlocksPerMultiprocessor; blocks >= 1; --blocks) {
-      for (int block_log = slices_log; block_log >= 0; --block_log) {
-        DecodePlan p = decode_layout(w, planes, rows, slices_log, block_log);
-        p.prepared = p.prepared || !aligned;  // only that kernel reads x element by element
-        if (p.shared_bytes > std::min(block_limit, multiprocessor_limit / blocks - 1024)) continue;
-        p.grid = std::min(std::max(multiprocessors * blocks >> p.parts_log, 1), p.strip_groups) << p.parts_log;
-        return p;
-      }
+    for (int block_log = slices_log; block_log >= 0; --block_log) {
+      DecodePlan p = decode_layout(w, planes, rows, slices_log, block_log);
+      if (p.shared_bytes > shared_limit) continue;
+      p.prepared = p.prepared || !aligned;  // only that kernel reads x element by element
+      const int blocks = (p.strips + p.block_strips - 1) / p.block_strips;
+      p.grid = std::min(std::max(multiprocessors >> p.parts_log, 1), blocks) << p.parts_log;
+      return p;
     }
   }
   return DecodePlan{};  // grid 0: K is too long for this card; the launcher says so

@@ -1,0 +1,37 @@
+// Split arrive / wait barriers in shared memory (mbarrier, sm_80 and later): a warp that has delivered its part goes
+// on.
+#pragma once
+
+#include "common.cuh"
+
+namespace nibblelm::cuda {
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// One lane arrives for its warp: everything the warp wrote before is visible to who waits.
+__device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Returns when the phase with this parity (0 for the first, then alternating) is complete.
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
+  uint32_t done{0};
+  while (!done) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+#else
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+#endif
+  }
+}
+
+}  // namespace nibblelm::cuda
