@@ -1,0 +1,158 @@
+#!/usr/bin/env bash
+# Build, test and measure on a machine with an NVIDIA GPU, and write the record.
+#
+#   scripts/gpu_check.sh --trees                  where git is: the tree hashes to pass on; refuses a dirty tree
+#   scripts/gpu_check.sh --tree HASHES [PART...]  there: run the parts (default all), each within ten minutes
+#   scripts/gpu_check.sh --stale [DIR]            where git is: what changed since the record in DIR
+#
+# Parts: build tests memcheck racecheck ops e2e depth record. Results collect in out/gpu_check/ until `record` writes
+# benchmarks/h200/{ops,e2e,tests}.json (or --record DIR). HASHES is "csrc=... runtime=... models=...".
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+folders=(csrc runtime models)
+record=benchmarks/h200
+state=out/gpu_check
+site=$state/site
+python=python3
+tree=
+
+trees() {
+  for folder in "${folders[@]}"; do printf '%s=%s ' "$folder" "$(git rev-parse "HEAD:$folder")"; done | sed 's/ $//'
+}
+
+print_trees() {
+  if [[ -n $(git status --porcelain -- "${folders[@]}") ]]; then
+    echo "gpu_check: uncommitted changes in ${folders[*]}; a record must name what it measured. Commit first:" >&2
+    git status --short -- "${folders[@]}" >&2
+    exit 1
+  fi
+  trees && echo
+}
+
+stale() {
+  local recorded changed=0
+  recorded=$($python -c "import json,sys; print(json.load(open(sys.argv[1]))['tree'])" "$1/tests.json")
+  for pair in $recorded; do
+    local folder=${pair%%=*} hash=${pair#*=}
+    if [[ $(git rev-parse "HEAD:$folder") != "$hash" ]]; then
+      changed=1
+      echo "$folder changed since the record:"
+      git diff --stat "$hash" "HEAD:$folder" || echo "  (the recorded tree $hash is not in this repository)"
+    fi
+  done
+  [[ $changed == 1 ]] || echo "the record in $1 is of this tree"
+}
+
+build() {  # for the card that is present, into a folder of its own
+  rm -rf "$site" && mkdir -p "$site"
+  $python -m pip install -q --no-build-isolation --no-deps --no-index --target "$site" .
+  $python -c "from nibblelm.ops import cuda; cuda.require(); print(cuda.available()[1])"
+}
+
+run_tests() {
+  local status=0
+  $python -m pytest -q -p no:cacheprovider -m gpu --junitxml="$state/tests.xml" tests || status=$?
+  [[ $status -le 1 ]] # anything above is not a result
+}
+
+sanitize() {  # $1: tool. Its message is recorded where the machine refuses it.
+  local log=$state/$1.log status=0
+  timeout 480 compute-sanitizer --tool "$1" --error-exitcode 9 \
+    "$python" -m pytest -q -p no:cacheprovider -m sanitize tests > "$log" 2>&1 || status=$?
+  { grep -E "SUMMARY|passed|failed" "$log" || tail -3 "$log"; } | tr '\n' ' ' > "$state/$1.txt"
+  echo "$1 (exit $status): $(cat "$state/$1.txt")"
+}
+
+bench() {  # $1: file of JSON lines; the rest: options
+  local to=$1
+  shift
+  $python -c "import sys; from nibblelm.cli import main; sys.exit(main())" \
+    bench --random-weights --device cuda --prompt-tokens 128 --gen-tokens 256 --json "$@" | tr -d '\n' >> "$to"
+  echo >> "$to"
+  tail -1 "$to"
+}
+
+e2e() {  # decode at batch 1
+  rm -f "$state/e2e.jsonl"
+  for shape in llama-3-8b llama-3.2-1b; do
+    for scheme in "4 -1" "4 128" "8 -1" "16 -1"; do
+      bench "$state/e2e.jsonl" --shape $shape --bits "${scheme% *}" --group-size "${scheme#* }"
+    done
+  done
+}
+
+depth() {  # long contexts, batches, prefill
+  rm -f "$state/depth.jsonl"
+  local shape="--shape llama-3-8b --bits 4 --group-size -1"
+  for tokens in 8192 32768; do bench "$state/depth.jsonl" $shape --depth $tokens; done
+  for batch in 4 8 16; do bench "$state/depth.jsonl" $shape --batch $batch; done
+  for bits in 4 8; do bench "$state/depth.jsonl" --shape llama-3-8b --bits $bits --prompt-tokens 2048 --gen-tokens 16; done
+}
+
+write_record() {
+  mkdir -p "$record"
+  $python - "$state" "$record" "$tree" << 'PYTHON'
+import json, subprocess, sys, xml.etree.ElementTree as xml
+from pathlib import Path
+
+import torch
+
+state, record, tree = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+suites = list(xml.parse(state / "tests.xml").getroot().iter("testsuite"))
+count = {key: sum(int(s.get(key, 0)) for s in suites) for key in ("tests", "failures", "errors", "skipped")}
+failed = count["failures"] + count["errors"]
+driver = subprocess.run(
+    ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
+).stdout.strip()
+summary = {
+    "passed": count["tests"] - failed - count["skipped"],
+    "failed": failed,
+    "skipped": count["skipped"],
+    "tree": tree,
+    "versions": {"gpu and driver": driver, "torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
+    "sanitizer": {p.stem: p.read_text().strip() for p in sorted(state.glob("*check.txt"))},
+}
+(record / "tests.json").write_text(json.dumps(summary, indent=1) + "\n")
+lines = [line for name in ("e2e", "depth") if (state / f"{name}.jsonl").exists() for line in (state / f"{name}.jsonl").open()]
+results = {"e2e": [json.loads(line) for line in lines]}
+if (state / "ops.json").exists():
+    results["ops"] = json.loads((state / "ops.json").read_text())
+for name, rows in results.items():
+    if rows:
+        (record / f"{name}.json").write_text(json.dumps([{**row, "tree": tree} for row in rows], indent=1) + "\n")
+print(json.dumps(summary, indent=1))
+PYTHON
+}
+
+parts=()
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --trees) print_trees; exit ;;
+    --stale) stale "${2:-$record}"; exit ;;
+    --tree) tree=$2; shift 2 ;;
+    --record) record=$2; shift 2 ;;
+    build | tests | memcheck | racecheck | ops | e2e | depth | record) parts+=("$1"); shift ;;
+    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n '4,9p' "$0" >&2; exit 2 ;;
+  esac
+done
+for folder in "${folders[@]}"; do
+  if [[ $tree != *"$folder="* ]]; then
+    echo "gpu_check: pass --tree \"\$(scripts/gpu_check.sh --trees)\", made where git is" >&2
+    exit 2
+  fi
+done
+[[ ${#parts[@]} -gt 0 ]] || parts=(build tests memcheck racecheck ops e2e depth record)
+mkdir -p "$state"
+PYTHONPATH=$PWD/$site
+export PYTHONPATH PYTHONUNBUFFERED=1
+for part in "${parts[@]}"; do
+  echo "== $part"
+  case $part in
+    tests) run_tests ;;
+    memcheck | racecheck) sanitize "$part" ;;
+    ops) $python scripts/bench_ops.py --json "$state/ops.json" --tree "$tree" ;;
+    record) write_record ;;
+    *) $part ;;
+  esac
+done
