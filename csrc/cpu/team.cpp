@@ -84,7 +84,7 @@ class Team {
   }
 
   void work() {
-    uint64_t done = gate_.load(std::memory_order_acquire) & ~kLow;
+    uint64_t done = 0;  // not what gate_ holds now: a thread that starts late must not miss the team's end
     for (;;) {
       uint64_t gate = wait_for_other_than(done);
       if (stop_.load(std::memory_order_acquire)) return;
