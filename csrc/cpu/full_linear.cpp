@@ -113,6 +113,7 @@ void run(const FullLinearArgs& args) {
 }  // namespace
 
 void full_linear(const FullLinearArgs& args) {
+  if (args.m == 0) return;
   switch (args.weight->type) {
     case DType::fp32:
       return run<DType::fp32>(args);

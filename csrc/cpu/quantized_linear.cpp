@@ -362,6 +362,7 @@ void run(const QuantizedLinearArgs& args) {
 }  // namespace
 
 void quantized_linear(const QuantizedLinearArgs& args) {
+  if (args.m == 0) return;
   switch (args.activation_digits) {
     case 1:
       return run<1>(args);

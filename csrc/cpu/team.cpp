@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <fstream>
 #include <new>
@@ -41,7 +42,7 @@ class Team {
   ~Team() {
     stop_ = true;
     gate_.fetch_add(kEpoch);
-    gate_.notify_all();
+    wake();
     for (auto& worker : workers_) worker.join();
   }
 
@@ -60,7 +61,7 @@ class Team {
     next_.store(0, std::memory_order_relaxed);
     // seq_cst here and around sleepers_: a worker either sees the new epoch or is seen as sleeping.
     gate_.store((gate_.load(std::memory_order_relaxed) & ~kLow) + kEpoch + kOpen);
-    if (sleepers_.load() > 0) gate_.notify_all();
+    wake();
     claim();
     gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
     for (int spins = 0; (gate_.load(std::memory_order_acquire) & kJoined) != 0; ++spins) {
@@ -81,6 +82,14 @@ class Team {
       if (begin >= items_) return;
       body_(context_, begin, std::min(begin + piece_, items_));
     }
+  }
+
+  void wake() {
+    if (sleepers_.load() == 0) return;
+    {
+      const std::lock_guard lock(sleep_mutex_);
+    }  // one that counts itself as sleeping is really waiting then
+    woken_.notify_all();
   }
 
   void work() {
@@ -105,9 +114,9 @@ class Team {
       relax();
       if (spins % 64 != 63) continue;
       if (Clock::now() - start < (awake.load(std::memory_order_relaxed) > 0 ? kAwakeSpin : kSpin)) continue;
+      std::unique_lock lock(sleep_mutex_);
       sleepers_.fetch_add(1);
-      gate = gate_.load();
-      if ((gate & ~kLow) == done) gate_.wait(gate);
+      woken_.wait(lock, [&] { return (gate_.load() & ~kLow) != done; });
       sleepers_.fetch_sub(1);
       start = Clock::now();
     }
@@ -118,6 +127,8 @@ class Team {
   alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<int> sleepers_{0};
   std::atomic<bool> stop_{false};
+  std::mutex sleep_mutex_;
+  std::condition_variable woken_;  // not atomic::wait, which loses wake-ups in the libstdc++ of GCC 12
   LoopBody body_{nullptr};
   const void* context_{nullptr};
   int64_t items_{0}, piece_{1};
