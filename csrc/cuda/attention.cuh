@@ -9,10 +9,10 @@
 namespace nibblelm::cuda {
 
 constexpr float kLog2e{1.4426950408889634f};  // scores are kept times log2(e), so that 2^x serves
-constexpr int kMinSpan{128};                  // positions of the shortest split
-constexpr int kSpanStep{64};                  // spans are multiples of what four warps take at a time
+constexpr int kMinSpan{256};                  // positions of the shortest split
+constexpr int kSpanStep{128};                 // spans are multiples of what eight warps take at a time
 constexpr int kMaxSplits{128};
-constexpr int kBlocksPerRow{256};  // wanted for a long row: about two a multiprocessor of the H200
+constexpr int kBlocksPerRow{128};  // wanted for a long row: about one a multiprocessor of the H200
 constexpr int kMaxArrivals{1 << 16};
 
 // Positions [first, end).
@@ -80,7 +80,7 @@ __device__ __forceinline__ Splits splits_of(Interval range, int limit) {
 }
 
 // Most splits of a row when its heads take `groups` blocks each.
-inline int split_limit(int groups) { return std::clamp(kBlocksPerRow / groups, 16, kMaxSplits); }
+inline int split_limit(int groups) { return std::clamp(kBlocksPerRow / groups, 8, kMaxSplits); }
 
 // Workspace: outputs (rows, heads, splits, head_dim), then (maximum, sum) pairs (rows, heads, splits).
 struct Partials {

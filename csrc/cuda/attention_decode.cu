@@ -1,86 +1,76 @@
 // Split-KV decode attention on tensor cores for bf16 (Dao et al. 2023, "Flash-Decoding").
 //
-// The heads of one KV head are the eight columns of mma.m16n8k16 and positions its rows: the order of d within a dot
-// product is free as long as q uses the same, and value rows of neighbouring positions are interleaved by byte
-// permutes. So a lane can fetch exactly the bytes of its own operands, 16 at a time, and needs nobody else's: shared
-// memory only holds what is in flight, and no thread waits for another before the end.
+// The heads of one KV head are the eight columns of mma.m16n8k16 and positions its rows: scores are K q, the output is
+// V^T p, and both operands come from row-major tiles by ldmatrix. Each warp brings its own tiles by cp.async, several
+// ahead, and waits for no other warp before the end.
 #include "attention.cuh"
 #include "mma.cuh"
 
 namespace nibblelm::cuda {
 namespace {
 
-constexpr int kWarps{4};
-constexpr int kThreads{kWarps * kWarp};
 constexpr int kHeads{8};  // columns of the mma
 constexpr int kTile{16};  // positions a warp takes at a time
 
-// Keys and values of 16 positions in shared memory, as chunks of 16 bytes a lane. Lane (g = lane / 4, j = lane % 4) has
-// the keys of positions g and g + 8 at d = 32 c + 8 j .. + 7 and the values of positions 2j, 2j + 1, 2j + 8, 2j + 9 at
-// d = 64 b + 8 g .. + 7. On the H200 about 130 KB in flight on a multiprocessor are needed for its bandwidth.
+// A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
+// place is exclusive-ored with the row, so that neither copies nor ldmatrix meet bank conflicts, and a copy takes whole
+// 128-byte lines. (Each lane copying its own operands, 64 bytes of a row at a time, was held at 3.0 TB/s by L2.)
 template <int D>
 struct Ring {
+  static constexpr int kWarps{D <= 128 ? 8 : 4};  // of a block; with the stages, 192 KB in flight on a multiprocessor
   static constexpr int kStages{D == 64 ? 6 : 3};
-  static constexpr int kStageBytes{64 * D};
-  static constexpr int kBytes{kWarps * kStages * kStageBytes};
+  static constexpr int kTileBytes{kTile * D * 2};
+  static constexpr int kBytes{kWarps * kStages * 2 * kTileBytes};
 
-  uint32_t lane_base;  // of this lane's chunk 0 in its warp's stage 0
+  uint32_t base;  // of the warp's stage 0
   const bf16* k;
   const bf16* v;
   int end;  // positions from here on read as zeros: an unwritten value may be NaN, and 0 * NaN would reach the sum
-  int g;
-  int j;
+  int lane;
 
+  __device__ __forceinline__ static uint32_t place(int row, int chunk) {
+    return row * (D * 2) + ((chunk ^ (row & 7)) << 4);
+  }
   __device__ __forceinline__ void fetch(int stage, int p) const {
-    uint32_t target = lane_base + stage * kStageBytes;
+    constexpr int kChunks{D / 8}, kRowsAtOnce{kWarp / kChunks};
+    const uint32_t target = base + stage * 2 * kTileBytes;
+    const int first = lane / kChunks, chunk = lane % kChunks;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = p + g + 8 * half;
-#pragma unroll
-      for (int c = 0; c < D / 32; ++c, target += kWarp * 16)
-        copy_or_zero(target, k + static_cast<int64_t>(row) * D + 32 * c + 8 * j, row < end);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = p + 2 * j + (i & 1) + 8 * (i >> 1);
-#pragma unroll
-      for (int b = 0; b < D / 64; ++b, target += kWarp * 16)
-        copy_or_zero(target, v + static_cast<int64_t>(row) * D + 64 * b + 8 * g, row < end);
+    for (int i = 0; i < kTile; i += kRowsAtOnce) {
+      const int64_t source = static_cast<int64_t>(p + first + i) * D + 8 * chunk;
+      copy_or_zero(target + place(first + i, chunk), k + source, p + first + i < end);
+      copy_or_zero(target + kTileBytes + place(first + i, chunk), v + source, p + first + i < end);
     }
   }
-  __device__ __forceinline__ uint4 key(int stage, int half, int c) const { return chunk(stage, half * (D / 32) + c); }
-  __device__ __forceinline__ uint4 value(int stage, int i, int b) const {
-    return chunk(stage, D / 16 + i * (D / 64) + b);
+  // Operand A of 16 positions at d = 16 c .. + 15.
+  __device__ __forceinline__ void key(uint32_t (&r)[4], int stage, int c) const {
+    ldmatrix_x4(r, base + stage * 2 * kTileBytes + place(lane % 16, 2 * c + lane / 16));
   }
-  __device__ __forceinline__ uint4 chunk(int stage, int index) const {
-    uint4 x;
-    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(lane_base + stage * kStageBytes + index * kWarp * 16)
-                 : "memory");
-    return x;
+  // Operand A of d = 16 c .. + 15 by 16 positions.
+  __device__ __forceinline__ void value(uint32_t (&r)[4], int stage, int c) const {
+    ldmatrix_x4_trans(r, base + (stage * 2 + 1) * kTileBytes + place(lane / 16 * 8 + lane % 8, 2 * c + lane / 8 % 2));
   }
 };
 
-__device__ __forceinline__ uint32_t word(const uint4& x, int i) {
-  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
-}
-
-// Online softmax of a warp's positions for heads 2j and 2j + 1 of the group; o[b][i] holds d = 64 b + 8 g + 2 i (first
-// pair) and the next d (second pair) of both heads.
+// Online softmax of a warp's positions for heads 2j and 2j + 1 of the group (lane = 4 g + j); o[c] holds d = 16 c + g
+// of both heads and then d = 16 c + g + 8.
 template <int D>
 struct Accumulator {
-  float o[D / 64][4][4] = {};
+  float o[D / 16][4] = {};
   float m[2]{-INFINITY, -INFINITY};
   float l[2]{0.0f, 0.0f};  // over this lane's positions only, until the end
 
-  __device__ __forceinline__ static void dots(float (&s)[4], const Ring<D>& ring, int stage, const uint4 (&q)[D / 32]) {
+  __device__ __forceinline__ static void dots(float (&s)[4], const Ring<D>& ring, int stage,
+                                              const uint32_t (&q)[D / 16][2]) {
+    float odd[4]{};  // a second chain of products halves the wait for results
 #pragma unroll
-    for (int c = 0; c < D / 32; ++c) {
-      const uint4 low = ring.key(stage, 0, c), high = ring.key(stage, 1, c);
-      mma_16816(s, low.x, high.x, low.y, high.y, q[c].x, q[c].y);
-      mma_16816(s, low.z, high.z, low.w, high.w, q[c].z, q[c].w);
+    for (int c = 0; c < D / 16; ++c) {
+      uint32_t k[4];
+      ring.key(k, stage, c);
+      mma_16816(c % 2 == 0 ? s : odd, k[0], k[1], k[2], k[3], q[c][0], q[c][1]);
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[i] += odd[i];
   }
 
   // Takes the dot products of 16 positions from p on and leaves their weights, as operands, in p0 and p1.
@@ -103,9 +93,7 @@ struct Accumulator {
       m[h] = highest[h];
       l[h] *= factor;
 #pragma unroll
-      for (int b = 0; b < D / 64; ++b)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o[b][i][h] *= factor, o[b][i][2 + h] *= factor;
+      for (int c = 0; c < D / 16; ++c) o[c][h] *= factor, o[c][2 + h] *= factor;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -118,29 +106,25 @@ struct Accumulator {
 
   __device__ __forceinline__ void add(const Ring<D>& ring, int stage, uint32_t p0, uint32_t p1) {
 #pragma unroll
-    for (int b = 0; b < D / 64; ++b) {
-      uint4 v[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] = ring.value(stage, i, b);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t v0 = word(v[0], i), v1 = word(v[1], i), v2 = word(v[2], i), v3 = word(v[3], i);
-        mma_16816(o[b][i], __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410),
-                  __byte_perm(v2, v3, 0x7632), p0, p1);
-      }
+    for (int c = 0; c < D / 16; ++c) {
+      uint32_t v[4];
+      ring.value(v, stage, c);
+      mma_16816(o[c], v[0], v[1], v[2], v[3], p0, p1);
     }
   }
 };
 
 // Grid (splits, kv_heads * head groups, rows). Warps take tiles in turn; their triples are merged in warp order.
 template <int D, bool kOptions>
-__global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
+__global__ void __launch_bounds__(Ring<D>::kWarps* kWarp)
     attention_decode_kernel(AttentionArgs a, int64_t first_row, int groups, int limit) {
+  using R = Ring<D>;
+  constexpr int kWarps{R::kWarps}, kThreads{kWarps * kWarp};
   extern __shared__ __align__(128) unsigned char storage[];
   __shared__ float2 statistics[kWarps][kHeads];
   // The ring's memory serves the merge of the warps, and then as the weights of the merge of the splits.
   float (*const outputs)[kHeads][D] = reinterpret_cast<float (*)[kHeads][D]>(storage);
-  static_assert(sizeof(float) * kWarps * kHeads * D <= Ring<D>::kBytes && kMaxSplits <= kWarps * D);
+  static_assert(sizeof(float) * kWarps * kHeads * D <= R::kBytes && kMaxSplits <= kWarps * D);
   dependency_wait();
   dependency_release();
   const int64_t row = first_row + blockIdx.z;
@@ -160,31 +144,29 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
   const int begin = range.first + split * plan.span, end = min(range.end, begin + plan.span);
   const int position = a.positions[row];
-  using R = Ring<D>;
   constexpr int kStep{kWarps * kTile};
-  const R ring{shared_address(storage) + warp * R::kStages * R::kStageBytes + lane * 16,
+  const R ring{shared_address(storage) + warp * R::kStages * 2 * R::kTileBytes,
                static_cast<const bf16*>(cache_row(a.k, a, a.slots[row], kv_head)),
-               static_cast<const bf16*>(cache_row(a.v, a, a.slots[row], kv_head)),
-               end,
-               g,
-               j};
+               static_cast<const bf16*>(cache_row(a.v, a, a.slots[row], kv_head)), end, lane};
   int p = begin + warp * kTile;
 #pragma unroll
   for (int i = 0; i < R::kStages - 1; ++i) {
     if (p + i * kStep < end) ring.fetch(i, p + i * kStep);
     copy_async_commit();
   }
-  const bf16* const query = static_cast<const bf16*>(a.q) + row * a.q_stride + (first_head + g) * D + 8 * j;
-  uint4 q[D / 32];
+  const bf16* const query = static_cast<const bf16*>(a.q) + row * a.q_stride + (first_head + g) * D + 2 * j;
+  uint32_t q[D / 16][2];
 #pragma unroll
-  for (int c = 0; c < D / 32; ++c)
-    q[c] = g < heads ? *reinterpret_cast<const uint4*>(query + 32 * c) : uint4{0, 0, 0, 0};
+  for (int c = 0; c < D / 16; ++c)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) q[c][i] = g < heads ? *reinterpret_cast<const uint32_t*>(query + 16 * c + 8 * i) : 0u;
   Accumulator<D> sum;
   for (int stage = 0; p < end; p += kStep, stage = stage + 1 == R::kStages ? 0 : stage + 1) {
+    copy_async_wait<R::kStages - 2>();
+    __syncwarp();  // this tile has arrived for every lane, and every lane is done with the one before
     const int ahead = p + (R::kStages - 1) * kStep;
     if (ahead < end) ring.fetch(stage == 0 ? R::kStages - 1 : stage - 1, ahead);
     copy_async_commit();
-    copy_async_wait<R::kStages - 1>();
     float s[4]{};
     sum.dots(s, ring, stage, q);
     uint32_t p0, p1;
@@ -200,11 +182,10 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1)
     for (int offset = 4; offset < kWarp; offset *= 2) sum.l[h] += __shfl_xor_sync(kAllLanes, sum.l[h], offset);
     if (g == 0) statistics[warp][2 * j + h] = {sum.m[h], sum.l[h]};
 #pragma unroll
-    for (int b = 0; b < D / 64; ++b)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        *reinterpret_cast<float2*>(&outputs[warp][2 * j + h][64 * b + 8 * g + 2 * i]) = {sum.o[b][i][h],
-                                                                                         sum.o[b][i][2 + h]};
+    for (int c = 0; c < D / 16; ++c) {
+      outputs[warp][2 * j + h][16 * c + g] = sum.o[c][h];
+      outputs[warp][2 * j + h][16 * c + g + 8] = sum.o[c][2 + h];
+    }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < heads * D; i += kThreads) {
@@ -238,7 +219,7 @@ void launch_decode(const AttentionArgs& a, const Launch& launch) {
     launch_kernel(
         launch, [&] { return describe("attention", a); }, kernel,
         dim3(std::min(limit, ceil_div(a.capacity, kMinSpan)), a.kv_heads * groups, static_cast<unsigned>(rows)),
-        dim3(kThreads), Ring<D>::kBytes, a, first, groups, limit);
+        dim3(Ring<D>::kWarps * kWarp), Ring<D>::kBytes, a, first, groups, limit);
   });
 }
 

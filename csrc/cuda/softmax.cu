@@ -16,8 +16,11 @@ namespace cg = cooperative_groups;
 
 constexpr int kWarpsPerBlock{8};  // of the warp form
 constexpr int kMaxThreads{1024};
-constexpr int kMaxValues{32};  // values a thread holds: 32 of the 64 registers that 1024 threads leave it
-constexpr int kMaxCluster{8};  // the largest that every device with clusters takes
+constexpr int kMaxValues{32};   // values a thread holds: 32 of the 64 registers that 1024 threads leave it
+constexpr int kMaxCluster{8};   // the largest that every device with clusters takes
+constexpr int kRingValues{16};  // values a thread holds of each of two rows in the cluster form
+constexpr int kRingStages{3};   // rows ahead in shared memory: 192 KB for 16384 fp32 columns a block
+constexpr int64_t kMaxRingColumns{int64_t{kMaxCluster} * kMaxThreads * kRingValues};
 constexpr int64_t kMaxBlockColumns{int64_t{kMaxThreads} * kMaxValues};
 
 // Maximum m and sum d of exp(x - m) of part of a row. Merging is associative and commutative; (-inf, 0) is neutral.
@@ -30,6 +33,13 @@ __device__ __forceinline__ Partial merge(Partial a, Partial b) {
   const float m = fmaxf(a.m, b.m);
   if (m == -INFINITY) return {m, 0.0f};  // also keeps exp(-inf - -inf) = NaN out
   return {m, a.d * expf(a.m - m) + b.d * expf(b.m - m)};
+}
+
+// e^x. The product is rounded once, a relative error of 2^-24 of |x|: no more than the difference x itself came with.
+__device__ __forceinline__ float exp_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
+  return y;
 }
 
 // What is subtracted before the exponential: the maximum, or 0 where all values are -inf, which keeps NaN out.
@@ -85,12 +95,12 @@ struct Held {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
         x[i] -= base;
-        d += expf(x[i]);
+        d += exp_fast(x[i]);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        x[i] = expf(x[i] - base);
+        x[i] = exp_fast(x[i] - base);
         d += x[i];
       }
     }
@@ -165,7 +175,7 @@ __global__ void __launch_bounds__(kMaxThreads) softmax_block(const T* x, T* y, i
 // The same for aligned long rows, by clusters that stay: while a row, in registers, is reduced, exchanged and written,
 // the shares of the next kStages rows are on their way to shared memory (one bulk copy each).
 template <class T, int kValues, int kStages>
-__global__ void __launch_bounds__(kMaxThreads)
+__global__ void __launch_bounds__(kMaxThreads, 1)
     softmax_cluster(const T* x, T* y, int64_t rows, int columns, int share, bool logarithm) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char storage[];
@@ -189,19 +199,43 @@ __global__ void __launch_bounds__(kMaxThreads)
     for (int stage = 0; stage < kStages; ++stage) fetch(row + stage * stride, stage);
   }
   cluster.sync();  // every block runs: its shared memory may be written; and the barriers are seen
-  for (int stage = 0, phase = 0, side = 0; row < rows; row += stride, side ^= 1) {
+
+  // Two rows are in registers: while the statistics of one travel, the next is reduced.
+  struct Row {
+    Held<T, kWide<T>, kValues> values;
+    Partial part;
+  };
+  Row even, odd;
+  int stage = 0, phase = 0;
+  const auto reduce = [&](Row& h, int64_t at) {
+    if (at >= rows) return;
     if (count > 0) barrier_wait(arrived + stage, phase);
-    Held<T, kWide<T>, kValues> held;
-    held.template read<true>(buffer + stage * share, count, threadIdx.x, blockDim.x);
-    const float m = block_max(held.maximum(), scratch[0]);  // its barrier also says that all have read this stage
-    fetch(row + kStages * stride, stage);
-    const float d = block_sum(held.exponentials(base_of(m), logarithm), scratch[1]);
-    if (static_cast<int>(threadIdx.x) < size) *cluster.map_shared_rank(&parts[side][rank], threadIdx.x) = {m, d};
-    cluster.sync();
+    h.values.template read<true>(buffer + stage * share, count, threadIdx.x, blockDim.x);
+    h.part.m = block_max(h.values.maximum(), scratch[0]);  // its barrier also says that all have read this stage
+    fetch(at + kStages * stride, stage);
+    h.part.d = block_sum(h.values.exponentials(base_of(h.part.m), logarithm), scratch[1]);
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  };
+  const auto announce = [&](const Row& h, int side) {
+    if (static_cast<int>(threadIdx.x) < size) *cluster.map_shared_rank(&parts[side][rank], threadIdx.x) = h.part;
+    cluster_arrive();
+  };
+  // Finishes `row`, which was announced, and begins the one after it; false when there is none.
+  const auto step = [&](const Row& h, Row& other, int side) {
+    const int64_t next = row + stride;
+    reduce(other, next);
+    cluster_wait();
     Partial merged = parts[side][0];
     for (int i = 1; i < size; ++i) merged = merge(merged, parts[side][i]);
-    held.write(y + row * columns + first, count, threadIdx.x, blockDim.x, m, merged, logarithm);
-    if (++stage == kStages) stage = 0, phase ^= 1;
+    if (next < rows) announce(other, side ^ 1);
+    h.values.write(y + row * columns + first, count, threadIdx.x, blockDim.x, h.part.m, merged, logarithm);
+    row = next;
+    return next < rows;
+  };
+  if (row >= rows) return;  // the whole cluster
+  reduce(even, row);
+  announce(even, 0);
+  while (step(even, odd, 0) && step(odd, even, 1)) {
   }
 #endif
 }
@@ -320,11 +354,9 @@ void launch_cluster(const T* x, T* y, int64_t rows, int64_t columns, bool logari
   constexpr int64_t kV{kWide<T>};
   const int cluster = cluster_size(columns);
   const int64_t share = (columns + cluster * kV - 1) / (cluster * kV) * kV;
-  // Three shares of 16384 fp32 columns, or one of 32768, fit in the shared memory of an H200's multiprocessor.
-  const bool ring = share <= kMaxThreads * 16;
-  const int threads = std::max(2 * kWarp, ceil_div(share, (ring ? 16 : kMaxValues) * kWarp) * kWarp);
-  const auto kernel = ring ? softmax_cluster<T, 16, 3> : softmax_cluster<T, kMaxValues, 1>;
-  const int shared = static_cast<int>((ring ? 3 : 1) * share * sizeof(T));
+  const int threads = std::max(2 * kWarp, ceil_div(share, kRingValues * kWarp) * kWarp);
+  const auto kernel = softmax_cluster<T, kRingValues, kRingStages>;
+  const int shared = static_cast<int>(kRingStages * share * sizeof(T));
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what());
   ClusterLaunch clusters(cluster, threads, shared, launch);
   clusters.config.gridDim = dim3(cluster);
@@ -372,7 +404,7 @@ void softmax(const void* x, void* y, int64_t rows, int64_t columns, bool logarit
     } else if (form == SoftmaxForm::online) {
       launch_kernel(launch, what, wide ? softmax_online<T, kV> : softmax_online<T, 1>,
                     dim3(static_cast<unsigned>(rows)), dim3(kMaxThreads), 0, in, out, columns, logarithm);
-    } else if (form == SoftmaxForm::cluster && wide) {
+    } else if (form == SoftmaxForm::cluster && wide && columns <= kMaxRingColumns) {
       launch_cluster(in, out, rows, columns, logarithm, launch, what);
     } else {
       const int cluster = form == SoftmaxForm::block ? 1 : cluster_size(columns);
