@@ -1,5 +1,8 @@
 """Benchmarks of the CUDA ops other than linear, for bench_ops.py: one function per op, each yielding `Row`s."""
 
+# Triton exists only on GPU machines:
+# pyright: reportMissingImports=false, reportIndexIssue=false
+
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

@@ -299,7 +299,7 @@ def _map_rows(kernel: Callable[[int, int, int, int, int], None], x: Tensor, out:
     stride = _rows("x", x, 2)
     if x.shape[1] < 1:
         raise ValueError(f"x must have at least one column, got {_describe(x)}")
-    kernel(x.data_ptr(), out.data_ptr(), *x.shape, stride)
+    kernel(x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], stride)
     _keep(x, out)
     return out
 
