@@ -5,6 +5,7 @@
 // ahead, and waits for no other warp before the end.
 #include "attention.cuh"
 #include "mma.cuh"
+#include "rope.cuh"
 
 namespace nibblelm::cuda {
 namespace {
@@ -41,6 +42,14 @@ struct Ring {
       copy_or_zero(target + place(first + i, chunk), k + source, p + first + i < end);
       copy_or_zero(target + kTileBytes + place(first + i, chunk), v + source, p + first + i < end);
     }
+  }
+  __device__ __forceinline__ void insert(int stage, int row, const bf16* key, const bf16* value) const {
+    for (int chunk = lane; chunk < D / 8; chunk += kWarp) {
+      const uint32_t target = base + stage * 2 * kTileBytes + place(row, chunk);
+      store_shared_16(target, reinterpret_cast<const uint4*>(key)[chunk]);
+      store_shared_16(target + kTileBytes, reinterpret_cast<const uint4*>(value)[chunk]);
+    }
+    __syncwarp();
   }
   // Operand A of 16 positions at d = 16 c .. + 15.
   __device__ __forceinline__ void key(uint32_t (&r)[4], int stage, int c) const {
@@ -114,14 +123,57 @@ struct Accumulator {
   }
 };
 
+// Query heads of a block after norm and rotation, and the new position's key and value. A row of padding keeps the
+// reads of eight heads off each other's banks.
+template <int D>
+struct Prepared {
+  bf16 q[kHeads][D + 8];
+  bf16 kv[2][D];
+  float scratch[Ring<D>::kWarps][D];
+};
+template <>
+struct Prepared<0> {};
+
+// Norm and rotation of the block's query heads and, in the block of the last split, of the new key, which enters the
+// cache with the new value.
+template <int D>
+__device__ __forceinline__ void prepare_heads(Prepared<D>& to, const AttentionArgs& a, const HeadArgs& args,
+                                              int64_t row, int first_head, int heads, int kv_head, bool last) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const bf16* const qkv = static_cast<const bf16*>(a.q) + row * a.q_stride;
+  for (int item = warp; item < heads + (last ? 2 : 0); item += Ring<D>::kWarps) {
+    const bool is_q = item < heads, is_v = item == heads + 1;
+    const int head = is_q ? first_head + item : a.heads + (is_v ? a.kv_heads : 0) + kv_head;
+    float* const values = to.scratch[warp];
+    if (!is_v) {
+      rotate_head(values, qkv + head * D, args, is_q ? args.q_norm : args.k_norm, static_cast<int>(row),
+                  static_cast<int>(a.rows), D);
+    }
+    const int64_t position = a.positions[row];
+    auto* const cache =
+        const_cast<bf16*>(static_cast<const bf16*>(cache_row(is_v ? a.v : a.k, a, a.slots[row], kv_head)));
+    for (int d = lane; d < D; d += kWarp) {
+      const bf16 x = is_v ? qkv[head * D + d] : from_float<bf16>(values[d]);
+      if (is_q) {
+        to.q[item][d] = x;
+      } else {
+        to.kv[is_v][d] = x;
+        cache[position * D + d] = x;
+      }
+    }
+    __syncwarp();
+  }
+}
+
 // Grid (splits, kv_heads * head groups, rows). Warps take tiles in turn; their triples are merged in warp order.
-template <int D, bool kOptions>
+template <int D, bool kOptions, bool kFused>
 __global__ void __launch_bounds__(Ring<D>::kWarps* kWarp)
-    attention_decode_kernel(AttentionArgs a, int64_t first_row, int groups, int limit) {
+    attention_decode_kernel(AttentionArgs a, HeadArgs prepare, int64_t first_row, int groups, int limit) {
   using R = Ring<D>;
   constexpr int kWarps{R::kWarps}, kThreads{kWarps * kWarp};
   extern __shared__ __align__(128) unsigned char storage[];
   __shared__ float2 statistics[kWarps][kHeads];
+  __shared__ __align__(16) Prepared<kFused ? D : 0> prepared;
   // The ring's memory serves the merge of the warps, and then as the weights of the merge of the splits.
   float (*const outputs)[kHeads][D] = reinterpret_cast<float (*)[kHeads][D]>(storage);
   static_assert(sizeof(float) * kWarps * kHeads * D <= R::kBytes && kMaxSplits <= kWarps * D);
@@ -147,19 +199,26 @@ __global__ void __launch_bounds__(Ring<D>::kWarps* kWarp)
   constexpr int kStep{kWarps * kTile};
   const R ring{shared_address(storage) + warp * R::kStages * 2 * R::kTileBytes,
                static_cast<const bf16*>(cache_row(a.k, a, a.slots[row], kv_head)),
-               static_cast<const bf16*>(cache_row(a.v, a, a.slots[row], kv_head)), end, lane};
+               static_cast<const bf16*>(cache_row(a.v, a, a.slots[row], kv_head)), kFused ? min(end, position) : end,
+               lane};
   int p = begin + warp * kTile;
 #pragma unroll
   for (int i = 0; i < R::kStages - 1; ++i) {
     if (p + i * kStep < end) ring.fetch(i, p + i * kStep);
     copy_async_commit();
   }
-  const bf16* const query = static_cast<const bf16*>(a.q) + row * a.q_stride + (first_head + g) * D + 2 * j;
   uint32_t q[D / 16][2];
+  const bf16* query = static_cast<const bf16*>(a.q) + row * a.q_stride + (first_head + g) * D;
+  if constexpr (kFused) {  // meanwhile the tiles are on their way
+    prepare_heads(prepared, a, prepare, row, first_head, heads, kv_head, split == plan.count - 1);
+    __syncthreads();
+    query = prepared.q[g];
+  }
 #pragma unroll
   for (int c = 0; c < D / 16; ++c)
 #pragma unroll
-    for (int i = 0; i < 2; ++i) q[c][i] = g < heads ? *reinterpret_cast<const uint32_t*>(query + 16 * c + 8 * i) : 0u;
+    for (int i = 0; i < 2; ++i)
+      q[c][i] = g < heads ? *reinterpret_cast<const uint32_t*>(query + 16 * c + 8 * i + 2 * j) : 0u;
   Accumulator<D> sum;
   for (int stage = 0; p < end; p += kStep, stage = stage + 1 == R::kStages ? 0 : stage + 1) {
     copy_async_wait<R::kStages - 2>();
@@ -167,6 +226,9 @@ __global__ void __launch_bounds__(Ring<D>::kWarps* kWarp)
     const int ahead = p + (R::kStages - 1) * kStep;
     if (ahead < end) ring.fetch(stage == 0 ? R::kStages - 1 : stage - 1, ahead);
     copy_async_commit();
+    if constexpr (kFused) {  // the new position is not in the cache yet: its place in the tile was left empty
+      if (position >= p && position < p + kTile) ring.insert(stage, position - p, prepared.kv[0], prepared.kv[1]);
+    }
     float s[4]{};
     sum.dots(s, ring, stage, q);
     uint32_t p0, p1;
@@ -211,16 +273,24 @@ __global__ void __launch_bounds__(Ring<D>::kWarps* kWarp)
   merge_splits<kThreads>(a, row, first_head, heads, plan.count, gridDim.x, reinterpret_cast<float*>(storage));
 }
 
-template <int D>
-void launch_decode(const AttentionArgs& a, const Launch& launch) {
+template <int D, bool kFused>
+void launch_decode(const AttentionArgs& a, const HeadArgs& prepare, const Launch& launch) {
   const int groups = ceil_div(a.heads / a.kv_heads, kHeads), limit = split_limit(a.kv_heads * groups);
-  const auto kernel = has_options(a) ? attention_decode_kernel<D, true> : attention_decode_kernel<D, false>;
+  auto kernel = attention_decode_kernel<D, false, kFused>;
+  if constexpr (!kFused) {
+    if (has_options(a)) kernel = attention_decode_kernel<D, true, false>;
+  }
   for_row_chunks(a, a.kv_heads * groups, [&](int64_t first, int64_t rows) {
+    const dim3 grid(std::min(limit, ceil_div(a.capacity, kMinSpan)), a.kv_heads * groups, static_cast<unsigned>(rows));
     launch_kernel(
-        launch, [&] { return describe("attention", a); }, kernel,
-        dim3(std::min(limit, ceil_div(a.capacity, kMinSpan)), a.kv_heads * groups, static_cast<unsigned>(rows)),
-        dim3(Ring<D>::kWarps * kWarp), Ring<D>::kBytes, a, first, groups, limit);
+        launch, [&] { return describe("attention", a); }, kernel, grid, dim3(Ring<D>::kWarps * kWarp), Ring<D>::kBytes,
+        a, prepare, first, groups, limit);
   });
+}
+
+bool on_tensor_cores(const AttentionArgs& a) {
+  return a.type == DType::bf16 && a.cache == DType::bf16 && a.q_stride % 8 == 0 && aligned16(a.q, 0) &&
+         (a.head_dim == 64 || a.head_dim == 128 || a.head_dim == 256);
 }
 
 }  // namespace
@@ -231,11 +301,22 @@ int64_t attention_workspace(int64_t rows, int heads, int head_dim, int64_t capac
 }
 
 void attention_decode(const AttentionArgs& a, const Launch& launch) {
-  const bool tensor_cores = a.type == DType::bf16 && a.cache == DType::bf16 && a.q_stride % 8 == 0 && aligned16(a.q, 0);
-  if (tensor_cores && a.head_dim == 64) return launch_decode<64>(a, launch);
-  if (tensor_cores && a.head_dim == 128) return launch_decode<128>(a, launch);
-  if (tensor_cores && a.head_dim == 256) return launch_decode<256>(a, launch);
-  attention_decode_fma(a, launch);
+  if (!on_tensor_cores(a)) return attention_decode_fma(a, launch);
+  if (a.head_dim == 64) return launch_decode<64, false>(a, {}, launch);
+  if (a.head_dim == 128) return launch_decode<128, false>(a, {}, launch);
+  launch_decode<256, false>(a, {}, launch);
+}
+
+bool attention_fuses(const AttentionArgs& a) {
+  return on_tensor_cores(a) && a.head_dim <= 128 && !has_options(a) && a.prefix == nullptr && a.starts == nullptr;
+}
+
+void attention_rope(const AttentionArgs& a, const RopeTable& table, const float* q_norm, const float* k_norm, float eps,
+                    bool plus_one, const Launch& launch) {
+  if (!attention_fuses(a)) throw std::invalid_argument(describe("attention_rope", a) + ": not a fused case");
+  const HeadArgs prepare{table, q_norm, k_norm, eps, plus_one};
+  if (a.head_dim == 64) return launch_decode<64, true>(a, prepare, launch);
+  launch_decode<128, true>(a, prepare, launch);
 }
 
 }  // namespace nibblelm::cuda
