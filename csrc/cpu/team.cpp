@@ -8,8 +8,8 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <new>
 #include <string>
 #include <thread>
@@ -170,14 +170,25 @@ Team& team() {
   return *s.team;
 }
 
+// The numbers at the start of a small file; those that are not there stay 0 ("max" is no number). C's own reader: with
+// a second copy of the C++ library in the process, linked statically by somebody, streams mix the locales of the two.
+void read_numbers(const std::string& path, double& first, double& second) {
+  if (std::FILE* file = std::fopen(path.c_str(), "r")) {
+    if (std::fscanf(file, "%lf %lf", &first, &second) < 1) first = 0;
+    std::fclose(file);
+  }
+}
+
 // Cores' worth of CPU time that the control groups of this process allow; 0 when they do not limit it.
 double cgroup_quota() {
-  std::ifstream groups("/proc/self/cgroup");
   double least = 0;
   const auto consider = [&least](double quota, double period) {
     if (quota > 0 && period > 0) least = least == 0 ? quota / period : std::min(least, quota / period);
   };
-  for (std::string line; std::getline(groups, line);) {
+  std::FILE* groups = std::fopen("/proc/self/cgroup", "r");
+  for (char buffer[4096]; groups != nullptr && std::fgets(buffer, sizeof(buffer), groups) != nullptr;) {
+    std::string line(buffer);
+    if (line.ends_with('\n')) line.pop_back();
     const auto controllers = line.find(':'), path_at = line.find(':', controllers + 1);
     if (path_at == std::string::npos) continue;
     const bool unified = line.compare(controllers, 2, "::") == 0;
@@ -185,17 +196,18 @@ double cgroup_quota() {
     std::string path = line.substr(path_at + 1);
     for (;; path.erase(path.find_last_of('/'))) {  // a limit on any ancestor holds too
       if (path == "/") path.clear();
-      double quota = 0, period = 0;
+      double quota = 0, period = 0, ignored = 0;
       if (unified) {
-        std::ifstream("/sys/fs/cgroup" + path + "/cpu.max") >> quota >> period;  // "max" reads as 0
+        read_numbers("/sys/fs/cgroup" + path + "/cpu.max", quota, period);
       } else {
-        std::ifstream("/sys/fs/cgroup/cpu" + path + "/cpu.cfs_quota_us") >> quota;
-        std::ifstream("/sys/fs/cgroup/cpu" + path + "/cpu.cfs_period_us") >> period;
+        read_numbers("/sys/fs/cgroup/cpu" + path + "/cpu.cfs_quota_us", quota, ignored);
+        read_numbers("/sys/fs/cgroup/cpu" + path + "/cpu.cfs_period_us", period, ignored);
       }
       consider(quota, period);
       if (path.find('/') == std::string::npos) break;
     }
   }
+  if (groups != nullptr) std::fclose(groups);
   return least;
 }
 
