@@ -27,11 +27,12 @@ class RandomWeights:
         self.device, self.dtype, self.activation_bits = device, dtype, activation_bits
         self.bits, self.group_size = bits, group_size
         self.streamed_bytes = 0
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator(device).manual_seed(seed)
 
     def _gaussian(self, rows: int, columns: int) -> Tensor:
         """(rows, columns) in bf16, scaled so that activations keep their size through the layers."""
-        return (torch.randn(rows, columns, generator=self._generator) * columns**-0.5).bfloat16()
+        values = torch.randn(rows, columns, generator=self._generator, device=self.device)
+        return values.mul_(columns**-0.5).bfloat16().cpu()
 
     def _weight(self, rows: int, columns: int, bits: int, group_size: int) -> Weight:
         full = self._gaussian(rows, columns)
@@ -50,8 +51,9 @@ class RandomWeights:
         return self._pack([self._weight(rows, columns, self.bits, self.group_size) for _, rows in modules])
 
     def vector(self, name: str, size: int) -> Tensor:
-        value = torch.ones(size) if "norm" in name else torch.randn(size, generator=self._generator) * 0.1
-        return value.to(self.device)
+        if "norm" in name:
+            return torch.ones(size, device=self.device)
+        return torch.randn(size, generator=self._generator, device=self.device) * 0.1
 
     def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
         return (self._gaussian(rows, columns) * columns**0.5).to(self.device)
