@@ -160,13 +160,6 @@ def bench_small(limits: Limits, quick: bool) -> Iterator[Row]:
     kv, slot = caches(8192, 1, 1)[0], torch.zeros(1, device=DEVICE).int()
     time = time_us(lambda x: ops.rope_append(x, slot, slot, cos, cos, *kv), qkv)
     yield Row("rope_append", "1x48x128", "bf16", time)
-    for length in (256, 1024):
-        at = slot + length - 1
-        time = time_us(lambda x, at=at: ops.attention(x[:, :32], *kv, slot, at, 128**-0.5), qkv)
-        fused = time_us(lambda x, at=at: ops.rope_attention(x, at, slot, cos, cos, *kv, 128**-0.5), qkv)
-        yield Row(
-            "rope_attention", f"1x48x128 L={length}", "bf16", fused, baseline="attention alone", baseline_time_us=time
-        )
 
 
 BENCHMARKS: dict[str, Callable[[Limits, bool], Iterator[Row]]] = {

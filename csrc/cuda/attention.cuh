@@ -9,10 +9,8 @@
 namespace nibblelm::cuda {
 
 constexpr float kLog2e{1.4426950408889634f};  // scores are kept times log2(e), so that 2^x serves
-constexpr int kMinSpan{256};                  // positions of the shortest split
-constexpr int kSpanStep{128};                 // spans are multiples of what eight warps take at a time
+constexpr int kMinSpan{256};                  // positions of the shortest split: one wave of blocks at 8k on the H200
 constexpr int kMaxSplits{128};
-constexpr int kBlocksPerRow{128};  // wanted for a long row: about one a multiprocessor of the H200
 constexpr int kMaxArrivals{1 << 16};
 
 // Positions [first, end).
@@ -68,19 +66,18 @@ __device__ __forceinline__ float weight_of(float x, float m) { return m == -INFI
 // ---- splits: a function of the row's own interval alone, so batching cannot change a result ----
 
 struct Splits {
-  int span;   // positions a split
-  int count;  // at most `limit`
+  int span;   // positions a split: kMinSpan times a power of two
+  int count;  // at most kMaxSplits
 };
 
-__device__ __forceinline__ Splits splits_of(Interval range, int limit) {
+__device__ __forceinline__ Splits splits_of(Interval range) {
   const int length = range.end - range.first;
-  const int even = (length + limit * kSpanStep - 1) / (limit * kSpanStep) * kSpanStep;
-  const int span = max(kMinSpan, even);
+  int span = kMinSpan;
+  while (length > span * kMaxSplits) span *= 2;
   return {span, (length + span - 1) / span};
 }
 
-// Most splits of a row when its heads take `groups` blocks each.
-inline int split_limit(int groups) { return std::clamp(kBlocksPerRow / groups, 8, kMaxSplits); }
+inline int max_splits(int64_t capacity) { return std::min(kMaxSplits, ceil_div(capacity, kMinSpan)); }
 
 // Workspace: outputs (rows, heads, splits, head_dim), then (maximum, sum) pairs (rows, heads, splits).
 struct Partials {

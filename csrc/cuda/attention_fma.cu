@@ -36,7 +36,7 @@ __device__ __forceinline__ void fetch(float* target, const T* source, int head_d
 // Grid: decode (splits, kv_heads * head groups, rows), prefill (1, heads, tiles of rows). kDims * 32 >= head_dim.
 template <class T, int kDims, bool kDecode>
 __global__ void __launch_bounds__(kThreads)
-    attention_fma_kernel(AttentionArgs a, int64_t first_row, int groups, int limit) {
+    attention_fma_kernel(AttentionArgs a, int64_t first_row, int groups, int splits) {
   extern __shared__ __align__(16) float storage[];
   dependency_wait();
   dependency_release();
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads)
   Interval block = attended(a, row);
   Splits plan{0, 1};
   if constexpr (kDecode) {
-    plan = splits_of(block, limit);
+    plan = splits_of(block);
     if (static_cast<int>(blockIdx.x) >= max(plan.count, 1)) return;
     block.first += blockIdx.x * plan.span;
     block.end = min(block.end, block.first + plan.span);
@@ -148,15 +148,15 @@ __global__ void __launch_bounds__(kThreads)
       if (plan.count <= 1) {
         store_from_float(a.out, (row_of(i) * a.heads + head_of(i)) * D + d, a.type, o[n][e] * inverse);
       } else {
-        Partials(a, row, head_of(i), gridDim.x).outputs[static_cast<int64_t>(blockIdx.x) * D + d] = o[n][e];
+        Partials(a, row, head_of(i), splits).outputs[static_cast<int64_t>(blockIdx.x) * D + d] = o[n][e];
       }
     }
-    if (plan.count > 1 && lane == 0) Partials(a, row, head_of(i), gridDim.x).statistics[blockIdx.x] = {m[n], l[n]};
+    if (plan.count > 1 && lane == 0) Partials(a, row, head_of(i), splits).statistics[blockIdx.x] = {m[n], l[n]};
   }
   if constexpr (kDecode) {
     if (plan.count <= 1) return;
     if (!arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y), plan.count)) return;
-    merge_splits<kThreads>(a, row, first_head, count, plan.count, gridDim.x, storage);
+    merge_splits<kThreads>(a, row, first_head, count, plan.count, splits, storage);
   }
 }
 
@@ -178,14 +178,14 @@ auto* kernel_of(const AttentionArgs& a) {
 }  // namespace
 
 void attention_decode_fma(const AttentionArgs& a, const Launch& launch) {
-  const int groups = ceil_div(a.heads / a.kv_heads, kBlock), limit = split_limit(a.kv_heads * groups);
+  const int groups = ceil_div(a.heads / a.kv_heads, kBlock), splits = max_splits(a.capacity);
   // The merge keeps the weights of up to 32 heads where the tiles were.
   const size_t shared = std::max(shared_bytes(a.head_dim), sizeof(float) * kBlock * kMaxSplits);
   for_row_chunks(a, a.kv_heads * groups, [&](int64_t first, int64_t rows) {
     launch_kernel(
         launch, [&] { return describe("attention", a); }, kernel_of<true>(a),
-        dim3(std::min(limit, ceil_div(a.capacity, kMinSpan)), a.kv_heads * groups, static_cast<unsigned>(rows)),
-        dim3(kThreads), shared, a, first, groups, limit);
+        dim3(splits, a.kv_heads * groups, static_cast<unsigned>(rows)), dim3(kThreads), shared, a, first, groups,
+        splits);
   });
 }
 

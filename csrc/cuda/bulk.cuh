@@ -35,12 +35,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, int phase) {
       : "memory");
 }
 
-// The two halves of a barrier over the cluster: what a block wrote before it arrived is visible to who waited.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
 #endif
 
 }  // namespace nibblelm::cuda

@@ -8,9 +8,10 @@ namespace {
 constexpr int kWarps{4};
 constexpr int kMaxHeadDim{256};
 
-// One warp takes one head of one row.
+// One warp takes one head of one row. Values are rounded to T between norm and rotation, as the separate ops do.
 template <class T>
-__global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, HeadArgs args, CacheTarget cache) {
+__global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, RopeTable table, CacheTarget cache,
+                                   const float* q_norm, const float* k_norm, float eps, bool plus_one) {
   __shared__ float buffer[kWarps][kMaxHeadDim];
   dependency_wait();
   dependency_release();
@@ -28,12 +29,31 @@ __global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, 
   }
 
   float* const values = buffer[warp];
-  rotate_head(values, x, args, is_q ? args.q_norm : args.k_norm, row, rows, d_count);
+  float squares = 0.0f;
   for (int d = lane; d < d_count; d += kWarp) {
+    values[d] = to_float(x[d]);
+    squares += values[d] * values[d];
+  }
+  const float* const gain = is_q ? q_norm : k_norm;
+  if (gain != nullptr) {
+    const float factor = rsqrtf(warp_sum(squares) / static_cast<float>(d_count) + eps);
+    for (int d = lane; d < d_count; d += kWarp)
+      values[d] = to_float(from_float<T>(values[d] * factor * (plus_one ? 1.0f + gain[d] : gain[d])));
+  }
+  __syncwarp();
+  for (int i = lane; i < table.half * table.streams; i += kWarp) {
+    const RopePair pair = rope_pair(table, i, row, rows, d_count);
+    const float a = values[pair.first], b = values[pair.second];
+    values[pair.first] = a * pair.cos - b * pair.sin;
+    values[pair.second] = b * pair.cos + a * pair.sin;
+  }
+  __syncwarp();
+  for (int d = lane; d < d_count; d += kWarp) {
+    const T rounded = from_float<T>(values[d]);
     if (is_q) {
-      x[d] = from_float<T>(values[d]);
+      x[d] = rounded;
     } else {
-      store_from_float(cache.k, target + d, cache.dtype, values[d]);
+      store_from_float(cache.k, target + d, cache.dtype, to_float(rounded));
     }
   }
 }
@@ -52,7 +72,7 @@ void rope_append(void* qkv, int64_t stride, int64_t rows, int heads, const RopeT
   with_activation(dtype, "rope_append", [&]<class T>() {
     const dim3 grid(static_cast<unsigned>(rows), ceil_div(heads + 2 * cache.kv_heads, kWarps));
     launch_kernel(launch, what, rope_append_kernel<T>, grid, dim3(kWarps * kWarp), 0, static_cast<T*>(qkv), stride,
-                  static_cast<int>(rows), heads, HeadArgs{table, q_norm, k_norm, eps, plus_one}, cache);
+                  static_cast<int>(rows), heads, table, cache, q_norm, k_norm, eps, plus_one);
   });
 }
 

@@ -131,11 +131,12 @@ __device__ __forceinline__ Threshold radix_search(const Team& team, const Row& r
                                                   TargetOf target_of) {
   Shared& shared = team.shared;
   constexpr int kOwn{kBins / kThreads};
+  constexpr int kShifts[]{21, 10, 0};  // digits of 11, 11 and 10 bits
   Threshold result{0, 0, 0};
   Mass target = 0;
-#pragma unroll 1                          // three copies would not fit in the instruction cache
-  for (int pass = 0; pass < 3; ++pass) {  // digits of 11, 11 and 10 bits
-    const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, above_shift = pass == 1 ? 21 : 10;
+#pragma unroll
+  for (int pass = 0; pass < 3; ++pass) {
+    const int shift = kShifts[pass], above_shift = pass == 0 ? 0 : kShifts[pass - 1];
     const unsigned digits = pass == 2 ? kBins / 2 - 1 : kBins - 1;
     for (int i = threadIdx.x; i < kBins; i += kThreads) shared.low[i] = shared.high[i] = 0;
     __syncthreads();
@@ -262,7 +263,7 @@ __device__ __forceinline__ void finish(const SamplingArgs& a, int64_t row, int t
 
 // Grid (blocks of a row, rows), one cluster a row.
 template <int kPer>
-__global__ void __launch_bounds__(kThreads, 1) sample_kernel(SamplingArgs a) {
+__global__ void __launch_bounds__(kThreads) sample_kernel(SamplingArgs a) {
   __shared__ Shared shared;
   __shared__ uint64_t scratch[kWarp];
   dependency_wait();
@@ -289,9 +290,9 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(SamplingArgs a) {
     return;
   }
 
-  const float inverse = 1.0f / fmaxf(temperature, 1e-30f);
+  const float divisor = fmaxf(temperature, 1e-30f);
   uint32_t lowest = 0;  // the least key that may be drawn
-  const auto weight_of = [&](uint32_t key) { return expf((value_of(key) - peak) * inverse); };
+  const auto weight_of = [&](uint32_t key) { return expf((value_of(key) - peak) / divisor); };
   const auto mass_of = [&](uint32_t key) -> Mass { return key < lowest ? 0 : __float2ull_rn(weight_of(key) * kUnits); };
   if (top_k > 0 && top_k < a.vocab) {
     lowest =

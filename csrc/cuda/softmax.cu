@@ -16,11 +16,8 @@ namespace cg = cooperative_groups;
 
 constexpr int kWarpsPerBlock{8};  // of the warp form
 constexpr int kMaxThreads{1024};
-constexpr int kMaxValues{32};   // values a thread holds: 32 of the 64 registers that 1024 threads leave it
-constexpr int kMaxCluster{8};   // the largest that every device with clusters takes
-constexpr int kRingValues{16};  // values a thread holds of each of two rows in the cluster form
-constexpr int kRingStages{3};   // rows ahead in shared memory: 192 KB for 16384 fp32 columns a block
-constexpr int64_t kMaxRingColumns{int64_t{kMaxCluster} * kMaxThreads * kRingValues};
+constexpr int kMaxValues{32};  // values a thread holds: 32 of the 64 registers that 1024 threads leave it
+constexpr int kMaxCluster{8};  // the largest that every device with clusters takes
 constexpr int64_t kMaxBlockColumns{int64_t{kMaxThreads} * kMaxValues};
 
 // Maximum m and sum d of exp(x - m) of part of a row. Merging is associative and commutative; (-inf, 0) is neutral.
@@ -33,13 +30,6 @@ __device__ __forceinline__ Partial merge(Partial a, Partial b) {
   const float m = fmaxf(a.m, b.m);
   if (m == -INFINITY) return {m, 0.0f};  // also keeps exp(-inf - -inf) = NaN out
   return {m, a.d * expf(a.m - m) + b.d * expf(b.m - m)};
-}
-
-// e^x. The product is rounded once, a relative error of 2^-24 of |x|: no more than the difference x itself came with.
-__device__ __forceinline__ float exp_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.4426950408889634f));
-  return y;
 }
 
 // What is subtracted before the exponential: the maximum, or 0 where all values are -inf, which keeps NaN out.
@@ -95,12 +85,12 @@ struct Held {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
         x[i] -= base;
-        d += exp_fast(x[i]);
+        d += expf(x[i]);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        x[i] = exp_fast(x[i] - base);
+        x[i] = expf(x[i] - base);
         d += x[i];
       }
     }
@@ -172,16 +162,16 @@ __global__ void __launch_bounds__(kMaxThreads) softmax_block(const T* x, T* y, i
   held.write(y + start, count, threadIdx.x, blockDim.x, m, row, logarithm);
 }
 
-// The same for aligned long rows, by clusters that stay: while a row, in registers, is reduced, exchanged and written,
-// the shares of the next kStages rows are on their way to shared memory (one bulk copy each).
-template <class T, int kValues, int kStages>
-__global__ void __launch_bounds__(kMaxThreads, 1)
+// The same for aligned long rows, by clusters that stay: the next row's share is on its way to shared memory (one bulk
+// copy) while this row, in registers, is reduced, exchanged and written. Values a thread: kValues.
+template <class T, int kValues>
+__global__ void __launch_bounds__(kMaxThreads)
     softmax_cluster(const T* x, T* y, int64_t rows, int columns, int share, bool logarithm) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char storage[];
   __shared__ float scratch[2][kWarp];
   __shared__ Partial parts[2][kMaxCluster];
-  __shared__ uint64_t arrived[kStages];
+  __shared__ uint64_t arrived;
   dependency_wait();
   dependency_release();
   const cg::cluster_group cluster = cg::this_cluster();
@@ -189,53 +179,26 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   const int first = rank * share, count = max(0, min(share, columns - first));
   const int64_t stride = gridDim.x / size;
   T* const buffer = reinterpret_cast<T*>(storage);
-  const auto fetch = [&](int64_t row, int stage) {
+  const auto fetch = [&](int64_t row) {
     if (threadIdx.x == 0 && row < rows && count > 0)
-      bulk_copy(buffer + stage * share, x + row * columns + first, count * sizeof(T), arrived + stage);
+      bulk_copy(buffer, x + row * columns + first, count * sizeof(T), &arrived);
   };
-  int64_t row = blockIdx.x / size;
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < kStages; ++stage) barrier_init(arrived + stage);
-    for (int stage = 0; stage < kStages; ++stage) fetch(row + stage * stride, stage);
-  }
-  cluster.sync();  // every block runs: its shared memory may be written; and the barriers are seen
-
-  // Two rows are in registers: while the statistics of one travel, the next is reduced.
-  struct Row {
-    Held<T, kWide<T>, kValues> values;
-    Partial part;
-  };
-  Row even, odd;
-  int stage = 0, phase = 0;
-  const auto reduce = [&](Row& h, int64_t at) {
-    if (at >= rows) return;
-    if (count > 0) barrier_wait(arrived + stage, phase);
-    h.values.template read<true>(buffer + stage * share, count, threadIdx.x, blockDim.x);
-    h.part.m = block_max(h.values.maximum(), scratch[0]);  // its barrier also says that all have read this stage
-    fetch(at + kStages * stride, stage);
-    h.part.d = block_sum(h.values.exponentials(base_of(h.part.m), logarithm), scratch[1]);
-    if (++stage == kStages) stage = 0, phase ^= 1;
-  };
-  const auto announce = [&](const Row& h, int side) {
-    if (static_cast<int>(threadIdx.x) < size) *cluster.map_shared_rank(&parts[side][rank], threadIdx.x) = h.part;
-    cluster_arrive();
-  };
-  // Finishes `row`, which was announced, and begins the one after it; false when there is none.
-  const auto step = [&](const Row& h, Row& other, int side) {
-    const int64_t next = row + stride;
-    reduce(other, next);
-    cluster_wait();
-    Partial merged = parts[side][0];
-    for (int i = 1; i < size; ++i) merged = merge(merged, parts[side][i]);
-    if (next < rows) announce(other, side ^ 1);
-    h.values.write(y + row * columns + first, count, threadIdx.x, blockDim.x, h.part.m, merged, logarithm);
-    row = next;
-    return next < rows;
-  };
-  if (row >= rows) return;  // the whole cluster
-  reduce(even, row);
-  announce(even, 0);
-  while (step(even, odd, 0) && step(odd, even, 1)) {
+  if (threadIdx.x == 0) barrier_init(&arrived);
+  cluster.sync();  // every block runs: its shared memory may be written
+  fetch(blockIdx.x / size);
+  int phase = 0;
+  for (int64_t row = blockIdx.x / size; row < rows; row += stride, phase ^= 1) {
+    if (count > 0) barrier_wait(&arrived, phase);
+    Held<T, kWide<T>, kValues> held;
+    held.template read<true>(buffer, count, threadIdx.x, blockDim.x);
+    const float m = block_max(held.maximum(), scratch[0]);  // its barrier also says that all have read the buffer
+    fetch(row + stride);
+    const float d = block_sum(held.exponentials(base_of(m), logarithm), scratch[1]);
+    if (static_cast<int>(threadIdx.x) < size) *cluster.map_shared_rank(&parts[phase][rank], threadIdx.x) = {m, d};
+    cluster.sync();
+    Partial merged = parts[phase][0];
+    for (int i = 1; i < size; ++i) merged = merge(merged, parts[phase][i]);
+    held.write(y + row * columns + first, count, threadIdx.x, blockDim.x, m, merged, logarithm);
   }
 #endif
 }
@@ -307,7 +270,7 @@ BlockShape block_shape(bool wide, int64_t share, const char* op) {
   return best;
 }
 
-// Blocks a row: up to 16384 columns a block, the most of which three fit in the shared memory of the H200.
+// Blocks a row: up to 16384 columns a block, of which two fit on a multiprocessor of the H200.
 int cluster_size(int64_t columns) {
   int size = 2;
   while (size < kMaxCluster && columns > size * int64_t{16384}) size *= 2;
@@ -354,9 +317,9 @@ void launch_cluster(const T* x, T* y, int64_t rows, int64_t columns, bool logari
   constexpr int64_t kV{kWide<T>};
   const int cluster = cluster_size(columns);
   const int64_t share = (columns + cluster * kV - 1) / (cluster * kV) * kV;
-  const int threads = std::max(2 * kWarp, ceil_div(share, kRingValues * kWarp) * kWarp);
-  const auto kernel = softmax_cluster<T, kRingValues, kRingStages>;
-  const int shared = static_cast<int>(kRingStages * share * sizeof(T));
+  const int threads = std::max(2 * kWarp, ceil_div(share, kMaxValues * kWarp) * kWarp);
+  const auto kernel = softmax_cluster<T, kMaxValues>;
+  const int shared = static_cast<int>(share * sizeof(T));
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what());
   ClusterLaunch clusters(cluster, threads, shared, launch);
   clusters.config.gridDim = dim3(cluster);
@@ -404,7 +367,7 @@ void softmax(const void* x, void* y, int64_t rows, int64_t columns, bool logarit
     } else if (form == SoftmaxForm::online) {
       launch_kernel(launch, what, wide ? softmax_online<T, kV> : softmax_online<T, 1>,
                     dim3(static_cast<unsigned>(rows)), dim3(kMaxThreads), 0, in, out, columns, logarithm);
-    } else if (form == SoftmaxForm::cluster && wide && columns <= kMaxRingColumns) {
+    } else if (form == SoftmaxForm::cluster && wide) {
       launch_cluster(in, out, rows, columns, logarithm, launch, what);
     } else {
       const int cluster = form == SoftmaxForm::block ? 1 : cluster_size(columns);

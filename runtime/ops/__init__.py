@@ -214,39 +214,6 @@ def attention(
     return backend(q.device).attention(q, k_cache, v_cache, slots, positions, scale, window, *options, one_sequence)
 
 
-def rope_attention(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    scale: float,
-    window: int = 0,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    plus_one: bool = False,
-    interleaved: bool = False,
-    one_sequence: bool = False,
-) -> Tensor:
-    """`rope_append`, then `attention`, in one kernel where a device has it: (M, H + 2 Hkv, D) -> (M, H * D).
-
-    Arguments as in the two ops. Without one_sequence every row belongs to another slot. qkv is undefined
-    afterwards; the result has the bits of the two ops one after the other.
-    """
-    if qkv.device.type == "cuda":
-        return backend(qkv.device).rope_attention(
-            qkv, positions, slots, cos, sin, k_cache, v_cache, scale, window, q_norm, k_norm, eps, plus_one,
-            interleaved, one_sequence,
-        )  # fmt: skip
-    q = rope_append(qkv, positions, slots, cos, sin, k_cache, v_cache, q_norm, k_norm, eps, plus_one, interleaved)
-    main = positions if positions.ndim == 1 else positions[0]
-    return attention(q, k_cache, v_cache, slots, main, scale, window, one_sequence=one_sequence)
-
-
 def attention_mask(scores: Tensor, mask: Tensor, value: float = -10000.0) -> Tensor:
     """Set scores to `value` where the mask is above 0.99, in place. CPU: through the reference.
 

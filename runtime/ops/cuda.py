@@ -24,7 +24,6 @@ from nibblelm.ops.cuda_ops import (
     rms_norm,
     rope,
     rope_append,
-    rope_attention,
     sample,
     silu,
     softmax,
@@ -54,7 +53,6 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_append",
-    "rope_attention",
     "sample",
     "silu",
     "softmax",
@@ -220,9 +218,7 @@ def _large_linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, out: Ten
     chunk = max(16, _UNPACK_BYTES // (k * x.element_size()) // 16 * 16)
     if data.records is None and data.values.dtype == x.dtype:
         chunk = n
-    # Exact integers with the scale on the output cost 20 to 28 % more at M = 2,048 (H200) than weights rounded to bf16,
-    # whose error is that of rounding the output: they are for fp32 outputs of bf16 activations.
-    scaled = data.exact_codes and x.dtype == torch.bfloat16 and out.dtype == torch.float32
+    scaled = data.exact_codes and x.dtype == torch.bfloat16
     with _full_accumulation():
         for first in range(0, n, chunk):
             count = min(chunk, n - first)

@@ -149,10 +149,7 @@ def rope_append(
 # ---- attention -----------------------------------------------------------------------------------------------------
 
 
-AttentionOptions = tuple[float, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-def _attention_args(
+def attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -160,11 +157,13 @@ def _attention_args(
     positions: Tensor,
     scale: float,
     window: int,
-    options: AttentionOptions,
-    prefill: bool,
-) -> tuple[Any, Tensor, Tensor]:
-    """The launchers' argument, the result, and the workspace (to be kept until the launch)."""
-    softcap, alibi_slopes, prefix_lengths, starts, mask = options
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    prefix_lengths: Tensor | None,
+    starts: Tensor | None,
+    mask: Tensor | None,
+    one_sequence: bool,
+) -> Tensor:
     m, heads, head_dim = q.shape
     _cache_target("attention", m, k_cache, v_cache, slots, positions)
     slot_count, kv_heads, capacity, _ = k_cache.shape
@@ -181,70 +180,18 @@ def _attention_args(
         alibi_slopes, prefix_lengths, starts, mask,
     )  # fmt: skip
     out = torch.empty(m, heads * head_dim, dtype=q.dtype, device=q.device)
+    prefill = one_sequence and m >= PREFILL_ROWS
     bytes_needed = 0 if prefill else kernels.attention_workspace(m, heads, head_dim, capacity)
     workspace = torch.empty(bytes_needed, dtype=torch.uint8, device=q.device)
-    args = kernels.AttentionArgs(
+    launcher = kernels.attention_prefill if prefill else kernels.attention_decode
+    launcher(
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), workspace.data_ptr(), slots.data_ptr(),
         positions.data_ptr(), _address(alibi_slopes), _address(prefix_lengths), _address(starts), _address(mask),
         q.stride(0), 0 if mask is None else mask.stride(0), m, capacity, 0 if mask is None else mask.shape[1],
         slot_count, heads, kv_heads, head_dim, window, scale, softcap, DTYPES[q.dtype], DTYPES[k_cache.dtype],
+        *launch_args(),
     )  # fmt: skip
-    return args, out, workspace
-
-
-def attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    prefix_lengths: Tensor | None,
-    starts: Tensor | None,
-    mask: Tensor | None,
-    one_sequence: bool,
-) -> Tensor:
-    prefill = one_sequence and q.shape[0] >= PREFILL_ROWS
-    options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
-    args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, positions, scale, window, options, prefill)
-    (kernels.attention_prefill if prefill else kernels.attention_decode)(args, *launch_args())
     return out
-
-
-def rope_attention(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    scale: float,
-    window: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    plus_one: bool,
-    interleaved: bool,
-    one_sequence: bool,
-) -> Tensor:
-    main = positions if positions.ndim == 1 else positions[0]
-    plain: AttentionOptions = (0.0, None, None, None, None)
-    if not (one_sequence and qkv.shape[0] > 1):
-        q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
-        args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, main, scale, window, plain, False)
-        if kernels.attention_fuses(args):
-            table = _rope_table(qkv, positions, cos, sin, interleaved)
-            fits = _vector(q_norm, q.shape[2]) and _vector(k_norm, q.shape[2])
-            _require(fits, "rope_attention", "norms (D,) fp32", q_norm, k_norm)
-            norms = (_address(q_norm), _address(k_norm), eps, plus_one)
-            kernels.attention_rope(args, table, *norms, *launch_args())
-            return out
-    q = rope_append(qkv, positions, slots, cos, sin, k_cache, v_cache, q_norm, k_norm, eps, plus_one, interleaved)
-    return attention(q, k_cache, v_cache, slots, main, scale, window, *plain, one_sequence)
 
 
 def _score_planes(op: str, scores: Tensor) -> tuple[int, ...]:

@@ -227,33 +227,6 @@ def test_repeats_bit_for_bit_and_in_a_graph(dtype: torch.dtype) -> None:
     check(c)
 
 
-@pytest.mark.sanitize
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (96, BF16), (64, FP32)])
-def test_rope_attention_is_the_ops_it_fuses(d: int, dtype: torch.dtype, normed: bool) -> None:
-    """Bit for bit, at the first position, around the edges of tiles and splits, and with a window."""
-    for heads, kv_heads in ((8, 2), (12, 1)):
-        c = make(7, heads + 2 * kv_heads, kv_heads, d, 700, dtype, slots=7)
-        slots = torch.tensor([6, 0, 1, 2, 3, 5, 4], dtype=torch.int32, device=DEVICE)
-        positions = torch.tensor([0, 15, 16, 255, 256, 511, 699], dtype=torch.int32, device=DEVICE)
-        angles = torch.rand(700, d // 2, device=DEVICE) * 6
-        cos, sin, norm = angles.cos(), angles.sin(), torch.rand(d, device=DEVICE) if normed else None
-        for window, interleaved in ((0, False), (100, True)):
-            caches = [c[name].clone() for name in ("k_cache", "v_cache", "k_cache", "v_cache")]
-            qkv = c["q"].clone()
-            q = ops.rope_append(
-                qkv, positions, slots, cos, sin, caches[0], caches[1], norm, norm, interleaved=interleaved
-            )
-            want = ops.attention(q, caches[0], caches[1], slots, positions, c["scale"], window)
-            got = ops.rope_attention(
-                c["q"].clone(), positions, slots, cos, sin, caches[2], caches[3], c["scale"], window,
-                q_norm=norm, k_norm=norm, interleaved=interleaved,
-            )  # fmt: skip
-            assert torch.equal(got, want)
-            assert torch.equal(caches[2], caches[0])
-            assert torch.equal(caches[3], caches[1])
-
-
 def test_contract_errors() -> None:
     c = make(2, 4, 2, 64, 30, BF16)
     with pytest.raises(ValueError, match="multiple of 8"):
