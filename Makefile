@@ -1,4 +1,4 @@
-# make demo | test | lint | types | wheel-test | clean
+# make demo | test | lint | types | wheel-test | cuda | clean
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := demo/stories-7m
@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 SOURCES := pyproject.toml constraints.txt $(shell find csrc -type f)
 
-.PHONY: demo test lint types wheel-test clean
+.PHONY: demo test lint types wheel-test cuda clean
 
 demo: out/demo-int4/config.json
 	$(BIN)/nibblelm generate -m out/demo-int4 -p "$(PROMPT)" --echo
@@ -33,6 +33,14 @@ types: .venv/.installed-lint .venv/.installed-test
 # The tests against the built wheel, outside the checkout, in an environment that borrows the installed dependencies
 wheel-test: .venv/.installed-test
 	scripts/wheel_test.sh
+
+# The CUDA extension for one architecture, on a machine with nvcc and perhaps no GPU: it compiles and it loads
+cuda: .venv/.installed
+	rm -rf build/cuda-wheel
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/cuda-wheel . \
+		-C cmake.define.NIBBLELM_CUDA=ON -C cmake.define.NIBBLELM_CUDA_ARCHS=90a -C build-dir=build/cuda
+	$(BIN)/pip install --quiet --no-deps --upgrade --target build/cuda-wheel/site build/cuda-wheel/*.whl
+	cd build/cuda-wheel/site/nibblelm && $(CURDIR)/$(BIN)/python -c "import _cuda; print(_cuda.__doc__)"
 
 .venv/.created:
 	$(PYTHON) -m venv .venv

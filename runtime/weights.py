@@ -14,6 +14,7 @@ from nibblelm.errors import CheckpointError
 from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, Weight
 
 Kind = Literal["linear", "head", "embedding", "vector"]
+PACKED = frozenset({"weight_packed", "weight_scale", "weight_zero_point", "weight_shape"})
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,9 @@ class CheckpointWeights:
         return packed
 
     def _release(self, module: str) -> None:
-        for name in self.checkpoint.names():
-            if name.rpartition(".")[0] == module:
-                self.checkpoint.release(name)
+        for end in ("weight", *sorted(PACKED)):
+            if f"{module}.{end}" in self.checkpoint:
+                self.checkpoint.release(f"{module}.{end}")
 
     def matrices(self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear") -> list[PackedLinear]:
         packed = self._pack(modules, columns)
@@ -173,12 +174,11 @@ def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec], tied: boo
     Either of the head and the embedding may stand for both when they are tied.
     """
     present = set(checkpoint.names())
-    quantized = {"weight_packed", "weight_scale", "weight_zero_point", "weight_shape"}
     expected: set[str] = set()
     missing: list[str] = []
     for spec in specs:
         names = {spec.name}
-        packed = {f"{spec.module}.{end}" for end in quantized} & present
+        packed = {f"{spec.module}.{end}" for end in PACKED} & present
         if spec.kind != "vector" and packed:
             names = packed | {f"{spec.module}.weight_packed", f"{spec.module}.weight_scale"}
         alternatives = {n for n in present if n.startswith("lm_head.")} if tied and spec.kind == "embedding" else set()

@@ -127,6 +127,17 @@ def test_help_is_quick() -> None:
     assert ended.ru_utime + ended.ru_stime - begun.ru_utime - begun.ru_stime <= 0.3
 
 
+def test_generate_starts_quickly_and_without_transformers(stories: str) -> None:
+    """100 tokens from a cold process in 4 s on two cores; in processor time, which a busy machine does not stretch."""
+    code = "import sys; from nibblelm.cli import main; assert main() == 0; assert 'transformers' not in sys.modules"
+    args = ["generate", "-m", stories, "-p", "Once", "-n", "100", "--ignore-eos"]
+    begun = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=False)
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0, result.stderr
+    assert ended.ru_utime + ended.ru_stime - begun.ru_utime - begun.ru_stime <= 4
+
+
 def test_interrupt_ends_a_generation_cleanly(stories: str) -> None:
     args = ["generate", "-m", stories, "-p", "Once", "-n", "-1", "--ignore-eos", "--temp", "1"]
     process = subprocess.Popen([*COMMAND, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
