@@ -61,7 +61,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _cpu.set_isa(before)
 
 
-@pytest.fixture()
+@pytest.fixture
 def each_isa() -> Iterator[Callable[[Callable[[], Tensor]], list[Tensor]]]:
     """Runs a computation on every instruction set; the results come back in the order of `available_isas`."""
     before = _cpu.isa()

@@ -45,7 +45,7 @@ def test_error_is_within_half_a_step_of_the_activations(
     isa: str, make_weight: Callable[..., QuantizedWeight], n: int, k: int, group: int, bits: int
 ) -> None:
     scales = itertools.cycle([torch.bfloat16, torch.float16, torch.float32])
-    for form, scale, (m, digits) in zip(FORMS, scales, [(1, 8), (7, 16), (13, 24)], strict=False):
+    for form, scale, m in zip(FORMS, scales, (1, 7, 13), strict=False):
         weight = make_weight(n, k, bits, group, form, scale, seed=n + k)
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)) * torch.logspace(-3, 3, m).unsqueeze(1)
         bias = torch.randn(n)
@@ -194,6 +194,6 @@ def test_broken_contracts_are_refused(make_weight: Callable[..., QuantizedWeight
         ops.pack_linear([weight, make_weight(70, 96, 4, -1)], CPU)
     with pytest.raises(ValueError, match="multiple of 8"):
         ops.pack_linear([make_weight(70, 96, 4, 12)], CPU)
+    broken = QuantizedWeight(weight.codes[:, 1:].contiguous(), weight.scale, None, 4, 32, (70, 96))
     with pytest.raises(ValueError, match="codes must be"):
-        broken = QuantizedWeight(weight.codes[:, 1:].contiguous(), weight.scale, None, 4, 32, (70, 96))
         ops.pack_linear([broken], CPU)

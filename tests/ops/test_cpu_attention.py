@@ -1,0 +1,153 @@
+"""CPU attention and the ops around it against float64: masks, GQA, odd widths, both cache types, and rows alone."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nibblelm import _cpu, ops
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def cache(slots: int, heads: int, capacity: int, width: int, filled: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values with NaN at every position that nobody may read."""
+    pair = []
+    for seed in (1, 2):
+        full = torch.full((slots, heads, capacity, width), torch.nan)
+        generator = torch.Generator().manual_seed(seed)
+        full[:, :, :filled] = torch.randn(slots, heads, filled, width, generator=generator)
+        pair.append(full.to(dtype))
+    return pair[0], pair[1]
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def oracle(
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """Float64 attention, and the same with |v|: what errors are held against."""
+    shared, out, magnitude = q.shape[1] // k.shape[1], [], []
+    for row, slot, position in zip(q.double(), slots.tolist(), positions.tolist(), strict=True):
+        first = max(0, position + 1 - window) if window else 0
+        seen_k, seen_v = (t[slot, :, first : position + 1].double().repeat_interleave(shared, 0) for t in (k, v))
+        weights = torch.softmax(torch.einsum("hd,hpd->hp", row, seen_k) * scale, -1)
+        out.append(torch.einsum("hp,hpd->hd", weights, seen_v).flatten())
+        magnitude.append(torch.einsum("hp,hpd->hd", weights, seen_v.abs()).flatten())
+    return torch.stack(out), torch.stack(magnitude)
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, window: int = 0) -> Tensor:
+    scale = q.shape[2] ** -0.5
+    got = ops.attention(q, k, v, slots, positions, scale, window)
+    want, magnitude = oracle(q, k, v, slots, positions, scale, window)
+    # Scores of up to about 10 are rounded to 2^-24 of themselves a few times; that becomes relative in the weights.
+    assert ((got - want).abs() <= 4e-6 * magnitude).all(), ((got - want).abs() / magnitude).max()
+    return got
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("width", [8, 16, 64, 80, 128])
+def test_decode(isa: str, width: int, dtype: torch.dtype) -> None:
+    """One token per slot at positions on both sides of a block of keys, with grouped heads."""
+    positions = [0, 1, 62, 63, 64, 65, 127, 300]
+    k, v = cache(2, 4, 320, width, 301, dtype)
+    q = torch.randn(len(positions), 8, width)
+    slots = int32([i % 2 for i in range(len(positions))])
+    for window in (0, 1, 40, 64):
+        check(q, k, v, slots, int32(positions), window)
+
+
+@pytest.mark.parametrize("heads", [(8, 8), (8, 4), (6, 1)])
+@pytest.mark.parametrize("window", [0, 50])
+def test_prefill(isa: str, heads: tuple[int, int], window: int) -> None:
+    k, v = cache(1, heads[1], 200, 64, 150, FP32)
+    q = torch.randn(110, heads[0], 64)
+    check(q, k, v, torch.zeros(110, dtype=torch.int32), torch.arange(40, 150, dtype=torch.int32), window)
+
+
+def test_more_heads_share_keys_than_are_taken_at_once() -> None:
+    k, v = cache(1, 1, 70, 16, 70, FP32)
+    check(torch.randn(3, 71, 16), k, v, int32([0, 0, 0]), int32([3, 68, 69]))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_long_context_is_split_over_positions(isa: str, dtype: torch.dtype) -> None:
+    k, v = cache(2, 2, 3100, 64, 3001, dtype)
+    q = torch.randn(4, 4, 64)
+    slots, positions = int32([0, 1, 1, 0]), int32([3000, 511, 512, 1])
+    for window in (0, 600):
+        check(q, k, v, slots, positions, window)
+
+
+def test_large_scores_stay_finite(isa: str) -> None:
+    k, v = cache(1, 1, 100, 64, 100, FP32)
+    got = ops.attention(torch.randn(2, 1, 64) * 1e4, k * 1e4, v, int32([0, 0]), int32([99, 50]), 1.0)
+    assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_row_does_not_depend_on_its_batch_or_on_the_threads(isa: str, dtype: torch.dtype, window: int) -> None:
+    """Prefill of 1,200 positions in one call equals decode bit for bit, also where decode splits the positions."""
+    count = 1200
+    k, v = cache(1, 2, count, 16, count, dtype)
+    q, slots = torch.randn(count, 4, 16), torch.zeros(count, dtype=torch.int32)
+    positions = torch.arange(count, dtype=torch.int32)
+    together = ops.attention(q, k, v, slots, positions, 0.25, window)
+    for row in (0, 1, 63, 64, 511, 512, 1000, 1199):
+        alone = ops.attention(q[row : row + 1], k, v, slots[:1], positions[row : row + 1], 0.25, window)
+        assert torch.equal(alone[0], together[row]), row
+    _cpu.set_threads(1)
+    assert torch.equal(ops.attention(q, k, v, slots, positions, 0.25, window), together)
+    _cpu.set_threads(0)
+
+
+def test_instruction_sets_agree_bit_for_bit(each_isa: Callable[[Callable[[], Tensor]], list[Tensor]]) -> None:
+    k, v = cache(1, 2, 700, 80, 700, BF16)
+    q, positions = torch.randn(20, 4, 80), torch.arange(680, 700, dtype=torch.int32)
+    slots = torch.zeros(20, dtype=torch.int32)
+    results = each_isa(lambda: ops.attention(q, k, v, slots, positions, 0.1))
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_kv_append_rounds_to_nearest_even(isa: str, dtype: torch.dtype) -> None:
+    k_cache, v_cache = torch.zeros(3, 2, 10, 24, dtype=dtype), torch.zeros(3, 2, 10, 24, dtype=dtype)
+    rows = torch.randn(4, 6, 24)
+    rows[0, 2, :4] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, torch.inf, torch.nan])  # two ties
+    k, v = rows[:, 2:4], rows[:, 4:]
+    slots, positions = [2, 0, 2, 1], [9, 0, 3, 5]
+    ops.kv_append(k, v, k_cache, v_cache, int32(slots), int32(positions))
+    for new, written in ((k, k_cache), (v, v_cache)):
+        want = torch.zeros_like(written)
+        want[slots, :, positions] = new.to(dtype)
+        assert torch.equal(written.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+def test_out_of_range_slots_and_positions_are_refused() -> None:
+    k, v = cache(2, 1, 10, 16, 10, FP32)
+    q = torch.randn(1, 1, 16)
+    for slot, position in ((2, 0), (-1, 0), (0, 10), (0, -1)):
+        with pytest.raises(ValueError, match="outside the cache"):
+            ops.attention(q, k, v, int32([slot]), int32([position]), 1.0)
+        with pytest.raises(ValueError, match="outside the cache"):
+            ops.kv_append(q, q, k, v, int32([slot]), int32([position]))
+
+
+def test_broken_contracts_are_refused() -> None:
+    k, v = cache(1, 2, 10, 16, 10, FP32)
+    where = int32([0]), int32([3])
+    with pytest.raises(ValueError, match="query heads"):
+        ops.attention(torch.randn(1, 3, 16), k, v, *where, 1.0)
+    with pytest.raises(ValueError, match="q must be"):
+        ops.attention(torch.randn(1, 4, 8), k, v, *where, 1.0)
+    with pytest.raises(ValueError, match="k_cache must be"):
+        ops.attention(torch.randn(1, 4, 16), k.half(), v.half(), *where, 1.0)
+    with pytest.raises(ValueError, match="v_cache must be"):
+        ops.attention(torch.randn(1, 4, 16), k, v[:, :1], *where, 1.0)
+    with pytest.raises(ValueError, match="positions must be"):
+        ops.attention(torch.randn(1, 4, 16), k, v, where[0], where[1].long(), 1.0)

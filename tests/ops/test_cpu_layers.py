@@ -1,0 +1,212 @@
+"""CPU norms, rope, swiglu, embedding, softmax, log_softmax and argmax against float64."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.ops import QuantizedWeight, reference
+
+SIZES = [1, 3, 8, 17, 63, 172, 4099]
+ULP = 2.0**-24  # half a unit in the last place of fp32, relative
+
+
+def close(got: Tensor, want: Tensor, magnitude: Tensor, roundings: float) -> None:
+    """Within so many roundings of the magnitude that was rounded."""
+    error = (got.double() - want).abs()
+    assert (error <= roundings * ULP * magnitude + 1e-37).all(), (error / magnitude / ULP).max()
+
+
+@pytest.mark.parametrize("width", SIZES)
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_rms_norm(isa: str, width: int, plus_one: bool) -> None:
+    x, residual, weight = torch.randn(5, width), torch.randn(5, width), torch.randn(width)
+    factor = weight.double() + plus_one
+    for added in (None, residual):
+        got, total = ops.rms_norm(x, weight, 1e-5, added, plus_one)
+        h = x if added is None else x + added
+        want = h.double() / (h.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * factor
+        close(got, want, want.abs() + want.abs() * 0.1 * width**0.5, 6)  # the sum of squares adds the width's part
+        assert torch.equal(total, h)
+        assert (total is x) == (added is None)
+
+
+def test_rms_norm_over_heads_of_a_strided_tensor(isa: str) -> None:
+    qkv, weight = torch.randn(4, 7, 24), torch.randn(24)
+    part = qkv[:, 2:5]
+    got, _ = ops.rms_norm(part, weight, 1e-6)
+    assert torch.allclose(got, reference.rms_norm(part, weight, 1e-6)[0], rtol=1e-6, atol=1e-7)
+
+
+def tables(capacity: int, half: int) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(capacity).unsqueeze(1) * 10000.0 ** (-torch.arange(half) / half)
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("width", "half"), [(8, 4), (64, 32), (80, 20), (128, 64), (6, 3)])
+def test_rope(isa: str, width: int, half: int, interleaved: bool) -> None:
+    x = torch.randn(5, 9, width)
+    part, before = x[:, 2:6], x.clone()
+    cos, sin = tables(50, half)
+    positions = torch.tensor([0, 49, 7, 7, 13], dtype=torch.int32)
+    want = reference.rope(before[:, 2:6].double(), positions, cos.double(), sin.double(), interleaved)
+    got = ops.rope(part, positions, cos, sin, interleaved)
+    assert got.data_ptr() == part.data_ptr()
+    close(part, want, before[:, 2:6].abs().amax(-1, keepdim=True), 4)
+    assert torch.equal(x[:, :2], before[:, :2])
+    assert torch.equal(x[:, 6:], before[:, 6:])
+    assert torch.equal(part[..., 2 * half :], before[:, 2:6, 2 * half :])
+
+
+def test_rope_of_two_streams(isa: str) -> None:
+    x = torch.randn(3, 2, 32)
+    before = x.clone()
+    cos, sin = tables(20, 8)
+    positions = torch.tensor([[1, 5, 19], [0, 2, 7]], dtype=torch.int32)
+    ops.rope(x, positions, cos, sin)
+    for half, stream in ((slice(0, 16), 0), (slice(16, 32), 1)):
+        want = reference.rope(before[..., half], positions[stream], cos, sin)
+        assert torch.allclose(x[..., half], want, atol=1e-6)
+
+
+def test_rope_append_is_the_ops_it_fuses(isa: str) -> None:
+    qkv, q_norm, k_norm = torch.randn(3, 8, 16), torch.randn(16), torch.randn(16)
+    before = qkv.clone()
+    cos, sin = tables(20, 8)
+    positions, slots = (torch.tensor(t, dtype=torch.int32) for t in ([4, 0, 19], [1, 0, 1]))
+    k_cache, v_cache = torch.zeros(2, 2, 20, 16), torch.zeros(2, 2, 20, 16)
+    q = ops.rope_append(qkv, positions, slots, cos, sin, k_cache, v_cache, q_norm, k_norm, 1e-5)
+    want_q = reference.rope(reference.rms_norm(before[:, :4], q_norm, 1e-5)[0], positions, cos, sin)
+    want_k = reference.rope(reference.rms_norm(before[:, 4:6], k_norm, 1e-5)[0], positions, cos, sin)
+    assert torch.allclose(q, want_q, atol=1e-5)
+    assert torch.allclose(k_cache[slots.long(), :, positions.long()], want_k, atol=1e-5)
+    assert torch.equal(v_cache[slots.long(), :, positions.long()], before[:, 6:])
+
+
+def test_positions_outside_the_tables_are_refused() -> None:
+    cos, sin = tables(20, 8)
+    for position in (-1, 20):
+        with pytest.raises(ValueError, match="outside the tables"):
+            ops.rope(torch.randn(1, 1, 16), torch.tensor([position], dtype=torch.int32), cos, sin)
+
+
+@pytest.mark.parametrize("width", SIZES)
+def test_swiglu(isa: str, width: int) -> None:
+    gate_up = torch.randn(4, 2 * width) * 4
+    gate_up[0, 0], gate_up[1, 0], gate_up[2, 0] = 500.0, -500.0, torch.nan
+    gate, up = gate_up.double().chunk(2, -1)
+    want = gate / (1 + (-gate).exp()) * up
+    got = ops.swiglu(gate_up)
+    assert got[2, 0].isnan()
+    got[2, 0] = want[2, 0] = 0
+    close(got, want, want.abs() + 1e-34, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [1, 17, 64, 172])
+def test_embedding_of_full_tables(isa: str, dtype: torch.dtype, width: int) -> None:
+    table = torch.randn(33, width).to(dtype)
+    table[0, 0], table[1, 0] = 6e-8, torch.inf  # a subnormal half
+    ids = torch.tensor([32, 0, 1, 5, 5], dtype=torch.int32)
+    assert torch.equal(ops.embedding(ids, table), table[ids.long()].float())
+
+
+@pytest.mark.parametrize("form", ["zero_point", "symmetric", "minimum"])
+@pytest.mark.parametrize(("width", "group"), [(172, -1), (208, 32), (64, 64), (7, -1)])
+def test_embedding_of_quantized_tables(
+    isa: str, make_weight: Callable[..., QuantizedWeight], form: str, width: int, group: int
+) -> None:
+    ids = torch.tensor([32, 0, 7, 8, 9], dtype=torch.int32)
+    for bits in (4, 8):
+        table = make_weight(33, width, bits, group, form, torch.float16)
+        assert torch.equal(ops.embedding(ids, table), reference.dequantize(table)[ids.long()])
+
+
+def test_ids_outside_the_table_are_refused() -> None:
+    for token in (-1, 33):
+        with pytest.raises(ValueError, match="outside the table"):
+            ops.embedding(torch.tensor([token], dtype=torch.int32), torch.randn(33, 4))
+
+
+def rows(width: int) -> Tensor:
+    """Ordinary, huge, lowest-possible and very uneven rows."""
+    x = torch.randn(6, width, generator=torch.Generator().manual_seed(width)) * 5
+    x[1] = 1e30
+    x[2, 0] = 1e30
+    x[3] = -torch.inf
+    x[4, : width // 2] = -torch.inf
+    x[5] *= 20
+    return x
+
+
+@pytest.mark.parametrize("width", SIZES)
+def test_softmax(isa: str, width: int) -> None:
+    x = rows(width)
+    got, want = ops.softmax(x), torch.softmax(x.double(), -1).nan_to_num(0.0)
+    assert (got[3] == 0).all()
+    # x - maximum is rounded once, relative to itself, which counts in the exponent.
+    spread = (x.double() - x.double().amax(-1, keepdim=True)).abs().nan_to_num(0.0, posinf=0.0).clamp(max=90)
+    close(got, want, want * (spread + 1) + 1e-37 / ULP, 8)
+
+
+@pytest.mark.parametrize("width", SIZES)
+def test_log_softmax(isa: str, width: int) -> None:
+    x = rows(width)
+    got, want = ops.log_softmax(x), torch.log_softmax(x.double(), -1)
+    assert (got[3] == -torch.inf).all()
+    keep = want.isfinite()
+    assert torch.equal(got.isfinite()[[0, 1, 2, 4, 5]], keep[[0, 1, 2, 4, 5]])
+    close(got[keep], want[keep], want[keep].abs() + 4, 4)
+
+
+@pytest.mark.parametrize("width", SIZES)
+def test_argmax(isa: str, width: int) -> None:
+    x = rows(width)
+    x[0] = x[0].round()  # ties
+    first = torch.stack([(row == row.max()).nonzero()[0, 0] for row in x])
+    got = ops.argmax(x)
+    assert got.dtype == torch.int32
+    assert torch.equal(got.long(), first)
+
+
+def test_argmax_never_picks_nan(isa: str) -> None:
+    x = torch.full((3, 40), torch.nan)
+    x[0, 37], x[1, 3], x[1, 20] = -5.0, -torch.inf, -1.0
+    assert ops.argmax(x).tolist() == [37, 20, 0]
+
+
+def test_nan_stays_nan(isa: str) -> None:
+    x = torch.zeros(2, 40)
+    x[0, 20] = torch.nan
+    assert ops.softmax(x)[0].isnan().all()
+    assert ops.log_softmax(x)[0].isnan().all()
+    assert ops.softmax(x)[1].isfinite().all()
+
+
+def test_instruction_sets_agree_bit_for_bit(each_isa: Callable[[Callable[[], Tensor]], list[Tensor]]) -> None:
+    x, weight = torch.randn(3, 4098) * 5, torch.randn(4098)
+    computations: list[Callable[[], Tensor]] = [
+        lambda: ops.rms_norm(x, weight, 1e-5)[0],
+        lambda: ops.swiglu(x),
+        lambda: ops.softmax(x),
+        lambda: ops.log_softmax(x),
+    ]
+    for compute in computations:
+        results = each_isa(compute)
+        assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_broken_contracts_are_refused() -> None:
+    with pytest.raises(ValueError, match="even number"):
+        ops.swiglu(torch.randn(2, 7))
+    with pytest.raises(ValueError, match="weight must be"):
+        ops.rms_norm(torch.randn(2, 8), torch.randn(7), 1e-5)
+    with pytest.raises(ValueError, match="do not fit"):
+        ops.rope(torch.randn(1, 1, 8), torch.zeros(1, dtype=torch.int32), *tables(5, 8))
+    with pytest.raises(ValueError, match="at least one column"):
+        ops.softmax(torch.empty(2, 0))
+    with pytest.raises(ValueError, match="fp32"):
+        ops.embedding(torch.zeros(1, dtype=torch.int32), torch.randn(3, 4), torch.bfloat16)

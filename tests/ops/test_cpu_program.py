@@ -1,0 +1,129 @@
+"""Recorded programs, the thread team and the choice of the instruction set."""
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nibblelm import _cpu, ops
+from nibblelm.ops import QuantizedWeight, cpu
+
+CPU = torch.device("cpu")
+
+
+def test_replay_equals_the_ops_themselves(make_weight: Callable[..., QuantizedWeight]) -> None:
+    """A small layer recorded once and replayed at other ids and positions, with its temporaries out of reach."""
+    table, norm = torch.randn(20, 64).bfloat16(), torch.randn(64)
+    qkv_weight = ops.pack_linear([make_weight(128, 64, 4, 32)], CPU)
+    head = ops.pack_linear([make_weight(331, 64, 8, -1)], CPU)
+    angles = torch.randn(30, 8)
+    cos, sin = angles.cos(), angles.sin()
+    caches = [torch.zeros(1, 2, 30, 16) for _ in range(4)]
+    ids, positions, slots = (torch.zeros(1, dtype=torch.int32) for _ in range(3))
+
+    def step(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = ops.embedding(ids, table)
+        h, _ = ops.rms_norm(x, norm, 1e-5)
+        qkv = ops.linear(h, qkv_weight, None, 8).view(1, 8, 16)
+        q = ops.rope_append(qkv, positions, slots, cos, sin, k_cache, v_cache)
+        y = ops.attention(q, k_cache, v_cache, slots, positions, 0.25)
+        x = ops.linear(y, head)
+        return ops.softmax(x), ops.argmax(x)
+
+    with ops.capture(CPU) as program:
+        results = step(caches[0], caches[1])
+    garbage = [torch.full((1, n), 1e9) for n in (64, 128, 331) for _ in range(20)]  # would land in freed memory
+    for position, token in enumerate((3, 19, 0, 7)):
+        ids[0], positions[0] = token, position
+        program.replay()
+        expected = step(caches[2], caches[3])
+        assert all(torch.equal(got, want) for got, want in zip(results, expected, strict=True))
+    assert torch.equal(caches[0], caches[2])
+    assert len(garbage) == 60
+
+
+def test_capture_is_not_nested_and_survives_exceptions() -> None:
+    x = torch.randn(2, 8)
+    with ops.capture(CPU) as outer, pytest.raises(RuntimeError, match="already"), ops.capture(CPU):
+        pass
+    with pytest.raises(KeyError), ops.capture(CPU):
+        raise KeyError("inside")
+    ops.softmax(x)  # recorded by nobody
+    assert len(outer) == 0
+    with ops.capture(CPU) as program:
+        ops.softmax(x)
+    assert len(program) == 1
+
+
+def test_capture_records_only_its_own_thread() -> None:
+    x = torch.randn(2, 8)
+    with ops.capture(CPU) as program:
+        other = threading.Thread(target=lambda: ops.softmax(x))
+        other.start()
+        other.join()
+        ops.softmax(x)
+    assert len(program) == 1
+
+
+def test_replay_reports_ids_out_of_range() -> None:
+    ids, table = torch.zeros(1, dtype=torch.int32), torch.randn(4, 8)
+    with ops.capture(CPU) as program:
+        ops.embedding(ids, table)
+    ids[0] = 4
+    with pytest.raises(ValueError, match="outside the table"):
+        program.replay()
+
+
+def test_ops_of_several_threads_take_turns(make_weight: Callable[..., QuantizedWeight]) -> None:
+    weight = ops.pack_linear([make_weight(331, 400, 4, 32)], CPU)
+    inputs = [torch.randn(9, 400) for _ in range(4)]
+    expected = [ops.linear(x, weight) for x in inputs]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(50):
+            if not torch.equal(ops.linear(inputs[i], weight), expected[i]):
+                wrong.append(i)
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong
+
+
+def test_a_forked_child_computes_on_its_own_team() -> None:
+    x = torch.randn(64, 9000)
+    expected = ops.softmax(x).numpy().tobytes()  # the workers exist now
+    child = os.fork()
+    if child == 0:  # torch's own threads do not survive a fork: compare without them
+        same = ops.softmax(x).numpy().tobytes() == expected
+        os._exit(0 if same and _cpu.threads() == _cpu.usable_cores() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_and_instruction_sets_are_settable() -> None:
+    assert _cpu.usable_cores() <= len(os.sched_getaffinity(0))
+    for count in (1, 3, 2):
+        cpu.set_threads(count)
+        assert _cpu.threads() == count
+    cpu.set_threads(0)
+    assert _cpu.threads() == _cpu.usable_cores()
+    with pytest.raises(ValueError, match="negative"):
+        cpu.set_threads(-1)
+    assert _cpu.available_isas()[-1] == "portable"
+    with pytest.raises(ValueError, match="sse9"):
+        _cpu.set_isa("sse9")
+
+
+def test_workers_wake_up_after_sleeping() -> None:
+    """Loops at intervals around the time after which workers sleep: none may hang or lose a piece."""
+    x = torch.randn(64, 3000)
+    expected = ops.softmax(x)
+    pause = threading.Event()
+    for i in range(300):
+        assert torch.equal(ops.softmax(x), expected)
+        pause.wait(i % 7 * 5e-5)
