@@ -11,6 +11,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 SOURCES := pyproject.toml constraints.txt $(shell find csrc -type f)
 
+# prints what an extra of pyproject.toml needs; installing ".[test]" instead would compile the extension again
+EXTRA := import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])
+
 .PHONY: demo test lint types wheel-test cuda clean
 
 demo: out/demo-int4/config.json
@@ -51,11 +54,11 @@ cuda: .venv/.installed
 	touch $@
 
 .venv/.installed-test: .venv/.installed
-	$(BIN)/pip install --quiet --editable ".[test]"
+	$(BIN)/pip install --quiet $$($(BIN)/python -c '$(EXTRA)' test)
 	touch $@
 
 .venv/.installed-lint: .venv/.installed
-	$(BIN)/pip install --quiet --editable ".[lint]"
+	$(BIN)/pip install --quiet $$($(BIN)/python -c '$(EXTRA)' lint)
 	touch $@
 
 clean:

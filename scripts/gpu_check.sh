@@ -52,7 +52,7 @@ build() {  # for the card that is present, into a folder of its own
 
 run_tests() {
   local status=0
-  $python -m pytest -q -p no:cacheprovider -m gpu --junitxml="$state/tests.xml" tests || status=$?
+  $python -m pytest -q -n 8 -p no:cacheprovider -m gpu --junitxml="$state/tests.xml" tests || status=$?
   [[ $status -le 1 ]] # anything above is not a result
 }
 
