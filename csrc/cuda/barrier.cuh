@@ -10,10 +10,9 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// One lane arrives for its warp: everything the warp wrote before is visible to who waits.
-__device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane) {
-  __syncwarp();
-  if (lane == 0) asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+// Every lane arrives for itself (a warp counts 32): what it wrote before is visible to who waits.
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // Returns when the phase with this parity (0 for the first, then alternating) is complete.

@@ -18,6 +18,13 @@ namespace nibblelm::cuda {
 constexpr int kWarp{32};
 constexpr unsigned kAllLanes{0xffffffffu};
 
+// What this code is compiled for: 80, 90, 120 ... (0 in the host's pass).
+#ifdef __CUDA_ARCH__
+constexpr int kArchitecture{__CUDA_ARCH__ / 10};
+#else
+constexpr int kArchitecture{0};
+#endif
+
 using bf16 = __nv_bfloat16;
 using half = __half;
 

@@ -14,9 +14,22 @@ std::string describe(const LinearWeight& w, DType x_dtype, int m) {
          (w.integer() && w.group_size ? " groups of " + std::to_string(w.group_size) : std::string());
 }
 
+// Of the code that runs on this card (`kArchitecture` there), which may be older than the card.
+__global__ void architecture_probe() {}
+
+int compiled_architecture() {
+  static const int architecture = [] {
+    cudaFuncAttributes attributes{};
+    check(cudaFuncGetAttributes(&attributes, architecture_probe), "linear: cudaFuncGetAttributes");
+    return attributes.ptxVersion;
+  }();
+  return architecture;
+}
+
 DecodePlan plan_here(const LinearWeight& w, DType x_dtype, int m, bool aligned) {
-  const DecodePlan plan = plan_decode(w, x_dtype, m, aligned, device_attribute(cudaDevAttrMultiProcessorCount),
-                                      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024);
+  const DecodePlan plan =
+      plan_decode(w, x_dtype, m, aligned, device_attribute(cudaDevAttrMultiProcessorCount),
+                  device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024, compiled_architecture());
   if (plan.grid == 0) {
     throw std::invalid_argument(describe(w, x_dtype, m) + ": K is too long for the shared memory of this card");
   }

@@ -100,9 +100,11 @@ __device__ __forceinline__ float scale_sums(const int (&raw)[D], const int (&dig
 }
 
 // The warp's place in its stream of stages, kStages ahead of what it computes.
-template <WeightFormat F, bool Grouped>
+template <WeightFormat F, bool Grouped, int C>
 struct Stream {
   using Fmt = Format<F>;
+  static constexpr int kRingBytes{ring_bytes(F, C, small_shared_memory(kArchitecture))};
+  static constexpr int kStages{kRingBytes / Fmt::kStageBytes};
   const DecodeArgs& a;
   uint32_t ring, record_ring;  // shared addresses of this lane's first bytes
   int lane, first_stage, slice_stages, strip, strip_step;
@@ -161,7 +163,7 @@ struct Stream {
         record_source += a.plan.record_slot;
       }
       source += Fmt::kInteger ? Fmt::kStageBytes : 128;
-      slot = slot == Fmt::kStages - 1 ? 0 : slot + 1;
+      slot = slot == kStages - 1 ? 0 : slot + 1;
       if (--stages_left == 0) {
         stages_left = slice_stages;
         strip += strip_step;
@@ -311,7 +313,6 @@ struct Reduction {
   // One row of x leaves most lanes without a result, so its digit sums are scaled by the warp that adds them.
   static constexpr bool kRaw{Format<F>::kInteger && !Grouped && C == 1};
   static constexpr int kWords{kRaw ? D : 1};
-  static constexpr int kDepth{reduction_depth(C)};
   const DecodeArgs& a;
   const int* sums;
   const float* scales;
@@ -393,12 +394,16 @@ struct Reduction {
   // One warp finishes the strip. `terms`: of row lane % 16.
   __device__ __forceinline__ void finish(const RowTerms& terms) const {
     const DecodePlan& p = a.plan;
-    const int row = lane % kStripRows, m_step = C == 1 ? 1 : 2, m_first = C == 1 ? 0 : lane / kStripRows;
-    const int m_count = C == 1 ? 1 : p.m;
+    constexpr int kRounds{
+        C == 1 ? 1 : C / 2};  // of two rows of x, a half of the warp each; unrolled: their latencies overlap
+    const int row = lane % kStripRows, m_count = C == 1 ? 1 : p.m;
+    const int m_first = C == 1 ? 0 : lane / kStripRows;
     float* const partials = a.partials + static_cast<int64_t>(strip) * m_count * kStripRows + row;
     const int64_t part_step = static_cast<int64_t>(p.strips) * m_count * kStripRows;
-#pragma unroll 1
-    for (int m = m_first; m < m_count; m += m_step) {
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int m = m_first + 2 * i;
+      if (m >= m_count) continue;
       const float value = add_slices(m, row, terms);
       if (C == 1 && lane >= kStripRows) continue;
       if (p.parts_log == 0) {
@@ -415,15 +420,16 @@ struct Reduction {
     if (lane == 0) ticket = atomicAdd(a.arrivals + strip, 1);
     if (__shfl_sync(kAllLanes, ticket, 0) != p.parts() - 1) return;
     __threadfence();
-#pragma unroll 1
-    for (int m = m_first; m < m_count; m += m_step) {
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int m = m_first + 2 * i;
+      if (m >= m_count || (C == 1 && lane >= kStripRows)) continue;
       float v[kMaxSlices];
 #pragma unroll
       for (int s = 0; s < kMaxSlices; ++s) {
         v[s] = s < p.parts() ? __ldcg(partials + s * part_step + m * kStripRows) : 0.0f;
       }
-      const float value = tree_sum(v);
-      if (C != 1 || lane < kStripRows) store(m, row, value);
+      store(m, row, tree_sum(v));
     }
     if (lane == 0) a.arrivals[strip] = 0;
   }
@@ -489,6 +495,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C == 1 ? 2 : 1)
     linear_decode_kernel(const __grid_constant__ DecodeArgs a) {
   using Fmt = Format<F>;
   using Reduce = Reduction<F, Grouped, D, C>;
+  constexpr int kStages{Stream<F, Grouped, C>::kStages};
   extern __shared__ __align__(16) uint8_t shared[];
   const DecodePlan& p = a.plan;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -500,27 +507,26 @@ __global__ void __launch_bounds__(kDecodeThreads, C == 1 ? 2 : 1)
   constexpr int kStepStages{kStepK / Fmt::kStageK};
   const int first_strip = (blockIdx.x >> p.parts_log) + sub * part_blocks, strip_step = part_blocks * p.block_strips;
 
-  const int ring_at = warp * kRingBytes, record_ring_at = p.records_at + warp * Fmt::kStages * p.record_slot;
+  const int ring_at = warp * Stream<F, Grouped, C>::kRingBytes,
+            record_ring_at = p.records_at + warp * kStages * p.record_slot;
   // In a stage of a full format, odd rows swap their halves: the 8 lanes that read two rows together meet all banks.
   const int lane_at = Fmt::kInteger ? lane * 16 : lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
   const int slice_stages = keep(min(end * kStepStages, a.stages) - begin * kStepStages);
-  Stream<F, Grouped> stream{a,
-                            shared_address(shared) + keep(ring_at + lane_at),
-                            shared_address(shared) + keep(record_ring_at + 8 * lane),
-                            lane,
-                            begin * kStepStages,
-                            slice_stages,
-                            first_strip,
-                            keep(strip_step)};
+  Stream<F, Grouped, C> stream{a,
+                               shared_address(shared) + keep(ring_at + lane_at),
+                               shared_address(shared) + keep(record_ring_at + 8 * lane),
+                               lane,
+                               begin * kStepStages,
+                               slice_stages,
+                               first_strip,
+                               keep(strip_step)};
   stream.start();
 #pragma unroll 1
-  for (int i = 0; i < Fmt::kStages; ++i) stream.issue();  // weights: the step does not change them
+  for (int i = 0; i < kStages; ++i) stream.issue();  // weights: the step does not change them
 
   // Per strip in flight: `full` counts the slices that have arrived, `empty` the warp that has added them.
-  const uint32_t full = shared_address(shared + p.barriers_at) + sub * 2 * Reduce::kDepth * 8;
-  const uint32_t empty = full + Reduce::kDepth * 8;
-  if (slice == 0 && lane < 2 * Reduce::kDepth)
-    barrier_init(full + lane * 8, lane < Reduce::kDepth ? p.block_slices() : 1);
+  const uint32_t full = shared_address(shared + p.barriers_at) + sub * 2 * p.depth * 8, empty = full + p.depth * 8;
+  if (slice == 0 && lane < 2 * p.depth) barrier_init(full + lane * 8, kWarp * (lane < p.depth ? p.block_slices() : 1));
 
   dependency_wait();
   dependency_release();
@@ -541,11 +547,10 @@ __global__ void __launch_bounds__(kDecodeThreads, C == 1 ? 2 : 1)
   const int* const sums = reinterpret_cast<const int*>(image + p.sums_at);
   const float* const scales = reinterpret_cast<const float*>(image + p.scales_at);
   const int strip_words = (p.m << p.block_log) * kStripRows * Reduce::kWords;
-  int* const red = reinterpret_cast<int*>(shared + p.red_at) + sub * Reduce::kDepth * strip_words;
+  int* const red = reinterpret_cast<int*>(shared + p.red_at) + sub * p.depth * strip_words;
 
-  int slot{0}, turn{0};  // turn: strips this warp has finished
+  int slot{0}, turn{0}, in_flight{0}, lap{0};  // turn = lap * depth + in_flight: strips this warp has delivered
   for (int strip = first_strip; strip < a.strips; strip += strip_step, ++turn) {
-    const int in_flight = turn % Reduce::kDepth, lap = turn / Reduce::kDepth;
     const bool finishes = (turn & (p.block_slices() - 1)) == slice;
     RowTerms rows[2]{};
     if constexpr (Fmt::kInteger && !Grouped) {
@@ -561,7 +566,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C == 1 ? 2 : 1)
     GroupAt group{nullptr, sums + first_sum};
 #pragma unroll 1
     for (int stage = 0; stage < slice_stages; ++stage) {
-      copy_async_wait<Fmt::kStages - 1>();
+      copy_async_wait<kStages - 1>();
       if constexpr (Grouped || !Fmt::kInteger) __syncwarp();  // other lanes copied part of what this one reads
       group.record = shared + record_ring_at + slot * p.record_slot;
       multiply_stage<F, Grouped, D, C>(a, tile, shared + ring_read_at + slot * Fmt::kStageBytes, here, group,
@@ -569,20 +574,21 @@ __global__ void __launch_bounds__(kDecodeThreads, C == 1 ? 2 : 1)
 #pragma unroll
       for (int t = 0; t < (C + 7) / 8; ++t) here.row[t] += Fmt::kStageK / 8 * kChunk;
       if constexpr (Grouped || !Fmt::kInteger) __syncwarp();  // all have read the slot
-      slot = slot == Fmt::kStages - 1 ? 0 : slot + 1;
+      slot = slot == kStages - 1 ? 0 : slot + 1;
       stream.issue();
     }
     Reduce reduce{a, sums, scales, red + in_flight * strip_words, part, strip, lane};
     if (lap > 0) barrier_wait(empty + in_flight * 8, (lap - 1) & 1);
     reduce.deliver(tile, rows, slice);
-    barrier_arrive_warp(full + in_flight * 8, lane);
+    barrier_arrive(full + in_flight * 8);
     if (finishes) {
       barrier_wait(full + in_flight * 8, lap & 1);
       const bool upper = (lane & 8) != 0;
       reduce.finish({upper ? rows[1].scale : rows[0].scale, upper ? rows[1].minimum : rows[0].minimum,
                      upper ? rows[1].zero : rows[0].zero});
-      barrier_arrive_warp(empty + in_flight * 8, lane);
+      barrier_arrive(empty + in_flight * 8);
     }
+    if (++in_flight == p.depth) in_flight = 0, ++lap;
   }
 }
 

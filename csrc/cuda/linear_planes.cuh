@@ -12,7 +12,6 @@ template <WeightFormat F>
 struct Format {
   static constexpr bool kInteger{F == WeightFormat::int4 || F == WeightFormat::int8};
   static constexpr int kStageBytes{stage_bytes(F)};
-  static constexpr int kStages{kRingBytes / kStageBytes};
   static constexpr int kCopies{kStageBytes / 512};  // 16-byte copies of a lane for one stage
   static constexpr int kStageK{kInteger ? kStepK : F == WeightFormat::f32 ? 32 : 64};
   static constexpr int kPlaneBytes{kInteger ? 1 : 2};                 // of one element of a plane
@@ -187,29 +186,51 @@ __device__ __forceinline__ float normalizer(uint32_t largest, float& scale) {
 template <int D>
 constexpr int kGroupWords{D == 2 ? 1 : D};
 
+constexpr int kRound{8 * kWarp};  // columns of a warp at a time
+
+// The first rounds of a slice of a row stay in registers between maximum and planes.
+template <bool Float, bool Aligned>
+struct HeldSlice {
+  static constexpr int kRounds{Float ? 1 : 2};
+  Chunk<Float> chunk[kRounds];
+
+  __device__ __forceinline__ void load(const DecodeArgs& a, int row, int first, int last) {
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      chunk[i] = load_chunk<Float, Aligned>(a, row, first + i * kRound + 8 * (threadIdx.x % kWarp), last);
+    }
+  }
+};
+
+// Columns of a slice, and the first column of its part.
+struct SliceColumns {
+  int first, last, block;
+};
+
+__device__ __forceinline__ SliceColumns slice_columns(const DecodeArgs& a, int part, int slice) {
+  const DecodePlan& p = a.plan;
+  const int at = (part << p.block_log) + slice;
+  return {slice_begin(at, p.slices_log, a.steps) * kStepK, slice_begin(at + 1, p.slices_log, a.steps) * kStepK,
+          slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK};
+}
+
 // Planes, sums and scales of one slice of one row, by one warp, into `image` (laid out as the plan says).
 template <WeightFormat F, bool Grouped, int D, int C, bool Aligned>
-__device__ __forceinline__ void prepare_slice(const DecodeArgs& a, uint8_t* image, int part, int slice, int row) {
+__device__ __forceinline__ void prepare_slice(const DecodeArgs& a, uint8_t* image, const SliceColumns& columns,
+                                              int slice, int row,
+                                              const HeldSlice<kFloatActivations<F, D>, Aligned>& held) {
   constexpr bool kFloat{kFloatActivations<F, D>};
-  constexpr int kHeld{kFloat ? 2 : 4};  // rounds of 256 columns that stay in registers between maximum and planes
-  constexpr int kRound{8 * kWarp};
+  constexpr int kHeld{HeldSlice<kFloat, Aligned>::kRounds};
   const DecodePlan& p = a.plan;
   const int lane = threadIdx.x % kWarp;
-  const int block_k = slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK;
-  const int first = slice_begin((part << p.block_log) + slice, p.slices_log, a.steps) * kStepK;
-  const int last = slice_begin((part << p.block_log) + slice + 1, p.slices_log, a.steps) * kStepK;
+  const auto [first, last, block_k] = columns;
   int* const sums = reinterpret_cast<int*>(image + p.sums_at);
-  Chunk<kFloat> held[kHeld];
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    held[i] = load_chunk<kFloat, Aligned>(a, row, first + i * kRound + 8 * lane, last);
-  }
 
   float inverse{1.0f}, scale{1.0f};
   if constexpr (Format<F>::kScaled) {
     uint32_t largest{0};
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) largest = max(largest, held[i].largest());
+    for (int i = 0; i < kHeld; ++i) largest = max(largest, held.chunk[i].largest());
 #pragma unroll 1
     for (int k = first + kHeld * kRound + 8 * lane; k < last; k += kRound) {
       largest = max(largest, load_chunk<kFloat, Aligned>(a, row, k, last).largest());
@@ -254,7 +275,7 @@ __device__ __forceinline__ void prepare_slice(const DecodeArgs& a, uint8_t* imag
   };
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    if (first + i * kRound < last) emit(held[i], first + i * kRound);
+    if (first + i * kRound < last) emit(held.chunk[i], first + i * kRound);
   }
 #pragma unroll 1
   for (int base = first + kHeld * kRound; base < last; base += kRound) {
@@ -278,11 +299,14 @@ __global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __g
   if (warp >= a.plan.m << a.plan.slices_log) return;
   const int slice = warp & (a.plan.slices() - 1), row = warp >> a.plan.slices_log, part = slice >> a.plan.block_log;
   uint8_t* const image = a.images + part * a.plan.image_bytes;
-  if (a.x_aligned) {
-    prepare_slice<F, Grouped, D, C, true>(a, image, part, slice & (a.plan.block_slices() - 1), row);
-  } else {
-    prepare_slice<F, Grouped, D, C, false>(a, image, part, slice & (a.plan.block_slices() - 1), row);
-  }
+  const int in_part = slice & (a.plan.block_slices() - 1);
+  const SliceColumns columns = slice_columns(a, part, in_part);
+  const auto prepare = [&]<bool Aligned>() {
+    HeldSlice<kFloatActivations<F, D>, Aligned> held;
+    held.load(a, row, columns.first, columns.last);
+    prepare_slice<F, Grouped, D, C, Aligned>(a, image, columns, in_part, row, held);
+  };
+  a.x_aligned ? prepare.template operator()<true>() : prepare.template operator()<false>();
 }
 
 // The block's image, into shared memory.
@@ -294,9 +318,17 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
 #pragma unroll 4
     for (int i = threadIdx.x; i < p.image_bytes / 16; i += kDecodeThreads) reinterpret_cast<uint4*>(image)[i] = from[i];
   } else {
+    // A warp keeps its slice and goes through rows, the next row's loads under way while it works on one.
+    const int warp = threadIdx.x / kWarp, slice = warp & (p.block_slices() - 1);
+    const SliceColumns columns = slice_columns(a, part, slice);
+    HeldSlice<kFloatActivations<F, D>, true> held, next;
+    int row = warp >> p.block_log;
+    if (row < p.m) next.load(a, row, columns.first, columns.last);
 #pragma unroll 1
-    for (int pair = threadIdx.x / kWarp; pair < p.m << p.block_log; pair += kDecodeWarps) {
-      prepare_slice<F, Grouped, D, C, true>(a, image, part, pair & (p.block_slices() - 1), pair >> p.block_log);
+    for (; row < p.m; row += p.block_strips) {
+      held = next;
+      if (C > 1 && row + p.block_strips < p.m) next.load(a, row + p.block_strips, columns.first, columns.last);
+      prepare_slice<F, Grouped, D, C, true>(a, image, columns, slice, row, held);
     }
   }
 }

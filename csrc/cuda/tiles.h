@@ -11,12 +11,18 @@ namespace nibblelm::cuda {
 constexpr int kDecodeWarps{16};  // one block a multiprocessor; a second one (the next kernel's) fits beside it
 constexpr int kDecodeThreads{kDecodeWarps * 32};
 constexpr int kMaxSlices{8};  // K is summed as a binary tree of at most this many slices
-// Weights in flight: 16 warps x 6 KB is 96 KB an SM; 4.35 TB/s x 1 us / 132 SMs is 33 KB (H200).
-constexpr int kRingBytes{6144};          // per warp
-constexpr int kPreparedElements{65536};  // activations of a block from which one kernel prepares them for all blocks
 
-// Strips whose sums may wait for their reduction.
-constexpr int reduction_depth(int columns) { return columns == 1 ? 4 : 2; }
+// Cards of these architectures give a block 99 KB of shared memory, not 163 or more.
+constexpr bool small_shared_memory(int architecture) {
+  return architecture == 86 || architecture == 89 || architecture >= 120;
+}
+
+// Bytes of weights in flight per warp: 16 warps x 6 KB is 96 KB an SM; 4.35 TB/s x 1 us / 132 SMs is 33 KB (H200). int8
+// and full formats gain 10 to 20 % on small matrices from 8 KB, int4 nothing; 16 rows of x need the room themselves.
+constexpr int ring_bytes(WeightFormat format, int columns, bool small_shared) {
+  return columns == 16 || small_shared ? 4096 : format == WeightFormat::int4 ? 6144 : 8192;
+}
+constexpr int kPreparedElements{65536};  // activations of a block from which one kernel prepares them for all blocks
 
 // Bytes of weights per warp that one wait and one refill handle: a step of codes, or 128 bytes of 16 rows.
 constexpr int stage_bytes(WeightFormat format) { return format == WeightFormat::int4 ? 1024 : 2048; }
@@ -53,6 +59,7 @@ struct DecodePlan {
   int block_strips;  // strips a block works on at a time: kDecodeWarps >> block_log
   int grid;
   int strips;
+  int depth;                                                    // strips whose sums may wait for their reduction
   bool prepared;                                                // the planes come from linear_planes_kernel
   int plane_pitch;                                              // bytes between rows of the planes
   int planes_at, sums_at, scales_at;                            // in the image of a part
@@ -72,7 +79,8 @@ struct DecodePlan {
 };
 
 // The shared memory of one choice of (m, block_slices); the offsets are where the kernel finds its parts.
-inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int slices_log, int block_log) {
+inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int slices_log, int block_log, int depth,
+                                bool small_shared) {
   DecodePlan p{};
   p.m = m;
   p.slices_log = slices_log;
@@ -80,6 +88,7 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.parts_log = slices_log - block_log;
   p.block_strips = kDecodeWarps >> block_log;
   p.strips = w.strips();
+  p.depth = depth;
   int steps = 0;
   for (int part = 0; part < p.parts(); ++part) {
     steps = std::max(steps, slice_begin((part + 1) << block_log, slices_log, w.steps()) -
@@ -96,10 +105,10 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.prepared = steps * kStepK * m >= kPreparedElements;
 
   p.record_slot = grouped ? kStepK / w.group_size * w.record_bytes() : 0;
-  p.records_at = kDecodeWarps * kRingBytes;
-  p.image_at = p.records_at + kDecodeWarps * (kRingBytes / stage_bytes(w.format)) * p.record_slot;
+  const int ring = ring_bytes(w.format, columns, small_shared);
+  p.records_at = kDecodeWarps * ring;
+  p.image_at = p.records_at + kDecodeWarps * (ring / stage_bytes(w.format)) * p.record_slot;
   p.red_at = p.image_at + p.image_bytes;
-  const int depth = reduction_depth(columns);
   const int words = w.integer() && !grouped && m == 1 ? planes : 1;  // raw sums of every digit, or one float
   p.barriers_at = p.red_at + kDecodeWarps * depth * m * kStripRows * words * 4;
   p.shared_bytes = p.barriers_at + 2 * p.block_strips * depth * 8;
@@ -107,19 +116,21 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
 }
 
 // Takes as many slices into one block as shared memory holds (no sum across blocks when it holds all), and fewer rows
-// only where even one slice does not fit.
+// only where even one slice does not fit. `architecture`: what the kernels are compiled for, as 80 or 90.
 inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, bool aligned, int multiprocessors,
-                              int shared_limit) {
+                              int shared_limit, int architecture) {
   const int planes = decode_planes(w.format, x_dtype);
   const int slices_log = decode_slices_log(w.steps());
   for (int rows = m; rows >= 1; rows = rows > 1 ? (rows + 1) / 2 : 0) {
     for (int block_log = slices_log; block_log >= 0; --block_log) {
-      DecodePlan p = decode_layout(w, planes, rows, slices_log, block_log);
-      if (p.shared_bytes > shared_limit) continue;
-      p.prepared = p.prepared || !aligned;  // only that kernel reads x element by element
-      const int blocks = (p.strips + p.block_strips - 1) / p.block_strips;
-      p.grid = std::min(std::max(multiprocessors >> p.parts_log, 1), blocks) << p.parts_log;
-      return p;
+      for (int depth = rows == 1 ? 4 : 2; depth >= 1; --depth) {
+        DecodePlan p = decode_layout(w, planes, rows, slices_log, block_log, depth, small_shared_memory(architecture));
+        if (p.shared_bytes > shared_limit) continue;
+        p.prepared = p.prepared || !aligned;  // only that kernel reads x element by element
+        const int blocks = (p.strips + p.block_strips - 1) / p.block_strips;
+        p.grid = std::min(std::max(multiprocessors >> p.parts_log, 1), blocks) << p.parts_log;
+        return p;
+      }
     }
   }
   return DecodePlan{};  // grid 0: K is too long for this card; the launcher says so
