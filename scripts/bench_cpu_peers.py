@@ -249,11 +249,12 @@ def footprint(shape: str, folder: Path, bits: int) -> dict[str, Any]:
     found = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
     rest = found["kv_bytes"] + found["torch_bytes"]
     shares = [found["peak_bytes"] / (found[key] + rest) for key in ("packed_bytes", "file_bytes")]
+    mib = {key: f"{value / 2**20:.0f}" for key, value in found.items() if key.endswith("_bytes")}
     print(
-        f"{shape} int{bits}: load {found['load_s']:.2f} s beyond import torch; peak {found['peak_bytes'] / 2**20:.0f} "
-        f"MiB: KV {found['kv_bytes'] / 2**20:.0f} + import torch {found['torch_bytes'] / 2**20:.0f} + matrices "
-        f"{found['packed_bytes'] / 2**20:.0f} ({shares[0]:.2f} x) or + the whole file {found['file_bytes'] / 2**20:.0f} "
-        f"({shares[1]:.2f} x); {found['outside_kernels']:.1%} of a decoded token outside kernels",
+        f"{shape} int{bits}: load {found['load_s']:.2f} s beyond import torch; peak {mib['peak_bytes']} MiB: "
+        f"KV {mib['kv_bytes']} + import torch {mib['torch_bytes']} + matrices {mib['packed_bytes']} "
+        f"({shares[0]:.2f} x) or + the whole file {mib['file_bytes']} ({shares[1]:.2f} x); "
+        f"{found['outside_kernels']:.1%} of a decoded token outside kernels",
         flush=True,
     )
     return {"shape": shape, "bits": bits, **found}

@@ -95,7 +95,11 @@ class LlamaCpp:
 
 
 class TorchInt8:
-    """Plain PyTorch: fused projections as dynamic int8 Linear (the default per-tensor scheme), the rest in fp32."""
+    """Plain PyTorch: fused projections as dynamic int8 Linear (the default per-tensor scheme), the rest in fp32.
+
+    The matrices are held twice, since oneDNN was the faster back end for prompts (by 14 %) and FBGEMM for single tokens
+    (by 12 %) on 2 cores of a Zen 5.
+    """
 
     def __init__(self, folder: str) -> None:
         import torch
@@ -113,10 +117,10 @@ class TorchInt8:
                 return file.get_tensor(name).float()
 
             def linear(*modules: str) -> Any:
-                return self._quantized(
-                    torch.cat([get(f"{m}.weight") for m in modules]),
-                    torch.cat([get(f"{m}.bias") for m in modules]) if f"{modules[0]}.bias" in names else None,
-                )
+                weight = torch.cat([get(f"{m}.weight") for m in modules])
+                bias = torch.cat([get(f"{m}.bias") for m in modules]) if f"{modules[0]}.bias" in names else None
+                one, many = self._quantized(weight, bias, "fbgemm"), self._quantized(weight, bias, "onednn")
+                return lambda x: one(x) if x.shape[0] == 1 else many(x)
 
             self._layers = []
             for i in range(config["num_hidden_layers"]):
@@ -137,9 +141,10 @@ class TorchInt8:
         self._cache = torch.zeros(len(self._layers), 2, self._kv_heads, CONTEXT, width)
         self._length = 0
 
-    def _quantized(self, weight: Any, bias: Any) -> Any:
+    def _quantized(self, weight: Any, bias: Any, back_end: str) -> Any:
         from torch.ao.nn.quantized.dynamic import Linear
 
+        self._torch.backends.quantized.engine = back_end  # type: ignore[assignment]
         dense = self._torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
         dense.weight.data = weight
         if bias is not None:
