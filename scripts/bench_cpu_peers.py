@@ -269,7 +269,8 @@ def commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.check_output(["git", "-C", str(ROOT), *arguments], text=True).strip()
 
-    changed = git("status", "--porcelain", "--", "csrc/cpu", "csrc/bindings_cpu.cpp", "runtime", "models", "scripts")
+    sources = ("csrc/cpu", "csrc/bindings_cpu.cpp", "runtime", "models", "scripts/*peer*")
+    changed = git("status", "--porcelain", "--", *sources)
     return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
 
 
