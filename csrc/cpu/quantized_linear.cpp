@@ -6,6 +6,9 @@
 #include "cpu/kernels.h"
 #include "cpu/team.h"
 #include "cpu/vec.h"
+#if defined(__AVX512VNNI__)
+#include "cpu/dot_avx512.h"
+#endif
 
 namespace nibblelm::NIBBLE_ISA {
 namespace {
@@ -240,32 +243,55 @@ void add_minimum(const Group& group, const Activations& a, int64_t token, int64_
   }
 }
 
+// total += scale * dot products, where dot(row, tile) are those of row = token * kDigits + digit, constants both.
+template <int kDigits, int kTokens, typename Dot>
+NIBBLE_INLINE void add_dots(const Group& group, const Activations& a, int64_t token, int64_t g, const Dot& dot,
+                            float (*total)[kPanelRows]) {
+  const float* scale = a.scale + token * a.groups + g;
+  const int32_t* sums = a.sums + (token * a.groups + g) * kDigits;
+  unroll<kPanelTiles>([&](auto t) NIBBLE_LAMBDA {
+    const I32 zero = load(group.zero + t * kLanes);
+    const F32 factor = load(group.factor + t * kLanes);
+    unroll<kTokens>([&](auto m) NIBBLE_LAMBDA {
+      F32 value = set1(0.0f);
+      unroll<kDigits>([&](auto i) NIBBLE_LAMBDA {  // from the most significant digit down
+        constexpr int kDigit = kDigits - 1 - i;
+        const I32 sum = set1(sums[m * a.groups * kDigits + kDigit]);
+        const F32 digit = to_float(dot(std::integral_constant<int, m * kDigits + kDigit>{}, t) - zero * sum);
+        value = i == 0 ? digit : fma(value, set1(256.0f), digit);
+      });
+      float* out = total[m] + t * kLanes;
+      store(out, fma(value, factor * set1(scale[m * a.groups]), load(out)));
+    });
+  });
+}
+
 // total += group's share, for kTokens tokens.
 template <int kBits, int kDigits, int kTokens, bool kStreamed>
-NIBBLE_INLINE void add_group(const Group& group, const Activations& a, int64_t token, int64_t g, int64_t width,
-                             float (*total)[kPanelRows]) {
+__attribute__((noinline)) void add_group(const Group& group, const Activations& a, int64_t token, int64_t g,
+                                         int64_t width, float (*total)[kPanelRows]) {
   constexpr int kRows = kTokens * kDigits, kTiles = tiles_for(kRows);
-  alignas(64) int32_t dots[kRows][kPanelRows];
   const int8_t* digits = a.digits + token * kDigits * a.stride + g * a.group;
-  for (int tile = 0; tile < kPanelTiles; tile += kTiles) {
-    dot_group<kBits, kRows, kTiles, kStreamed>(group.codes + tile * 64, digits, a.stride, width,
-                                               reinterpret_cast<int32_t (*)[kPanelRows]>(dots[0] + tile * kLanes));
-  }
-  for (int row = 0; row < kPanelRows; row += kLanes) {
-    const I32 zero = load(group.zero + row);
-    const F32 factor = load(group.factor + row);
-#pragma GCC unroll 6
-    for (int m = 0; m < kTokens; ++m) {
-      const int64_t at = (token + m) * a.groups + g;
-      const int32_t* sums = a.sums + at * kDigits;
-      F32 dot = set1(0.0f);
-#pragma GCC unroll 3
-      for (int d = kDigits - 1; d >= 0; --d) {
-        const F32 digit = to_float(load(dots[m * kDigits + d] + row) - zero * set1(sums[d]));
-        dot = d == kDigits - 1 ? digit : fma(dot, set1(256.0f), digit);
-      }
-      store(total[m] + row, fma(dot, factor * set1(a.scale[at]), load(total[m] + row)));
+#if defined(__AVX512VNNI__)
+  constexpr bool kInRegisters = kBits == 8 && kRows == 6 && !kStreamed;
+#else
+  constexpr bool kInRegisters = false;
+#endif
+  if constexpr (kInRegisters) {
+#if defined(__AVX512VNNI__)
+    I32 dots[kRows * kPanelTiles];
+    dot_six_rows(group.codes, digits, a.stride, width, dots);
+    const auto dot = [&](auto row, auto tile) NIBBLE_LAMBDA { return dots[row * kPanelTiles + tile]; };
+    add_dots<kDigits, kTokens>(group, a, token, g, dot, total);
+#endif
+  } else {
+    alignas(64) int32_t dots[kRows][kPanelRows];
+    for (int tile = 0; tile < kPanelTiles; tile += kTiles) {
+      auto* out = reinterpret_cast<int32_t (*)[kPanelRows]>(dots[0] + tile * kLanes);
+      dot_group<kBits, kRows, kTiles, kStreamed>(group.codes + tile * 64, digits, a.stride, width, out);
     }
+    const auto dot = [&](auto row, auto tile) NIBBLE_LAMBDA { return load(dots[row] + tile * kLanes); };
+    add_dots<kDigits, kTokens>(group, a, token, g, dot, total);
   }
   if (group.minimum != nullptr) add_minimum<kDigits, kTokens>(group, a, token, g, total);
 }
