@@ -130,32 +130,24 @@ const float* stage_values(const T* v, int64_t count, int64_t width, float* value
 
 // scores[r][p] = q_r . k_p over ascending width, one chain per pair.
 template <int kRows>
-NIBBLE_INLINE void score_rows(Row* const* rows, const float* keys, int64_t width, float* scores) {
+__attribute__((noinline)) void score_rows(Row* const* rows, const float* keys, int64_t width, float* scores) {
   constexpr int kVectors = kBlock / kLanes, kAtOnce = kBlockVectors < kVectors ? kBlockVectors : kVectors;
+  const float* q[kRows];
+  for (int r = 0; r < kRows; ++r) q[r] = rows[r]->q;
 #pragma GCC unroll 1
   for (int first = 0; first < kVectors; first += kAtOnce) {
-    F32 acc[kRows][kAtOnce];
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int c = 0; c < kAtOnce; ++c) acc[r][c] = set1(0.0f);
-    }
+    F32 acc[kRows * kAtOnce];
+    unroll<kRows * kAtOnce>([&](auto i) NIBBLE_LAMBDA { acc[i] = set1(0.0f); });
     for (int64_t d = 0; d < width; ++d) {
       F32 k[kAtOnce];
-#pragma GCC unroll 4
-      for (int c = 0; c < kAtOnce; ++c) k[c] = load(keys + d * kBlock + (first + c) * kLanes);
-#pragma GCC unroll 6
-      for (int r = 0; r < kRows; ++r) {
-        const F32 q = set1(rows[r]->q[d]);
-#pragma GCC unroll 4
-        for (int c = 0; c < kAtOnce; ++c) acc[r][c] = fma(q, k[c], acc[r][c]);
-      }
+      unroll<kAtOnce>([&](auto c) NIBBLE_LAMBDA { k[c] = load(keys + d * kBlock + (first + c) * kLanes); });
+      unroll<kRows>([&](auto r) NIBBLE_LAMBDA {
+        const F32 x = set1(q[r][d]);
+        unroll<kAtOnce>([&](auto c) NIBBLE_LAMBDA { acc[r * kAtOnce + c] = fma(x, k[c], acc[r * kAtOnce + c]); });
+      });
     }
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int c = 0; c < kAtOnce; ++c) store(scores + r * kBlock + (first + c) * kLanes, acc[r][c]);
-    }
+    unroll<kRows * kAtOnce>(
+        [&](auto i) NIBBLE_LAMBDA { store(scores + i / kAtOnce * kBlock + (first + i % kAtOnce) * kLanes, acc[i]); });
   }
 }
 
@@ -196,38 +188,33 @@ NIBBLE_INLINE void weigh(Row& row, float* scores, int64_t from, int64_t to, floa
   row.sum += sum_lanes(sum);
 }
 
-// out_r += sum over p in [from, to) of scores[r][p] * v_p, ascending.
+// kVectors vectors of out_r += sum over p in [from, to) of scores[r][p] * v_p, ascending.
+template <int kRows, int kVectors>
+__attribute__((noinline)) void add_columns(Row* const* rows, const float* scores, const float* values, int64_t from,
+                                           int64_t to, int64_t padded, int64_t first) {
+  F32 acc[kRows * kVectors];
+  unroll<kRows * kVectors>(
+      [&](auto i) NIBBLE_LAMBDA { acc[i] = load(rows[i / kVectors]->out + first + i % kVectors * kLanes); });
+  for (int64_t p = from; p < to; ++p) {
+    F32 v[kVectors];
+    unroll<kVectors>([&](auto c) NIBBLE_LAMBDA { v[c] = load(values + p * padded + first + c * kLanes); });
+    unroll<kRows>([&](auto r) NIBBLE_LAMBDA {
+      const F32 weight = set1(scores[r * kBlock + p]);
+      unroll<kVectors>([&](auto c) NIBBLE_LAMBDA { acc[r * kVectors + c] = fma(weight, v[c], acc[r * kVectors + c]); });
+    });
+  }
+  unroll<kRows * kVectors>(
+      [&](auto i) NIBBLE_LAMBDA { store(rows[i / kVectors]->out + first + i % kVectors * kLanes, acc[i]); });
+}
+
 template <int kRows>
-NIBBLE_INLINE void add_values(Row* const* rows, const float* scores, const float* values, int64_t from, int64_t to,
-                              int64_t padded) {
-  int64_t first = 0;
-  const auto columns = [&]<int kVectors>() {
-    F32 acc[kRows][kVectors];
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int c = 0; c < kVectors; ++c) acc[r][c] = load(rows[r]->out + first + c * kLanes);
-    }
-    for (int64_t p = from; p < to; ++p) {
-      F32 v[kVectors];
-#pragma GCC unroll 4
-      for (int c = 0; c < kVectors; ++c) v[c] = load(values + p * padded + first + c * kLanes);
-#pragma GCC unroll 6
-      for (int r = 0; r < kRows; ++r) {
-        const F32 weight = set1(scores[r * kBlock + p]);
-#pragma GCC unroll 4
-        for (int c = 0; c < kVectors; ++c) acc[r][c] = fma(weight, v[c], acc[r][c]);
-      }
-    }
-#pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-      for (int c = 0; c < kVectors; ++c) store(rows[r]->out + first + c * kLanes, acc[r][c]);
-    }
-    first += kVectors * kLanes;
-  };
-  while (first + kBlockVectors * kLanes <= padded) columns.template operator()<kBlockVectors>();
-  while (first < padded) columns.template operator()<1>();
+void add_values(Row* const* rows, const float* scores, const float* values, int64_t from, int64_t to, int64_t padded) {
+  if (from >= to) return;
+  int64_t d = 0;
+  for (; d + kBlockVectors * kLanes <= padded; d += kBlockVectors * kLanes) {
+    add_columns<kRows, kBlockVectors>(rows, scores, values, from, to, padded, d);
+  }
+  for (; d < padded; d += kLanes) add_columns<kRows, 1>(rows, scores, values, from, to, padded, d);
 }
 
 // kRows rows that all see something of the block that starts at position `start`.

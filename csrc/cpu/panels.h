@@ -14,7 +14,7 @@ constexpr int64_t size_of(DType type) { return type == DType::fp32 ? 4 : 2; }
 constexpr int64_t kPanelRows{64};
 constexpr int64_t kTileRows{16};  // lanes of one vector; four tiles to a panel
 
-// Page-aligned memory in huge pages where the system grants them.
+// Memory that starts at a huge page, and lies in such pages where the system grants them.
 class Buffer {
  public:
   explicit Buffer(size_t bytes);
@@ -24,8 +24,9 @@ class Buffer {
   uint8_t* data() const { return data_; }
 
  private:
+  void* mapped_;
+  size_t mapped_bytes_;
   uint8_t* data_;
-  size_t bytes_;
 };
 
 // w = scale * (code - zero), or scale * code + minimum.

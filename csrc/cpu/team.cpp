@@ -36,8 +36,8 @@ void relax() {
 // that wakes late, or is not scheduled at all, never holds the caller up.
 class Team {
  public:
-  explicit Team(int count) : count_(count) {
-    for (int i = 1; i < count; ++i) workers_.emplace_back([this] { work(); });
+  explicit Team(int count) : count_(count), shares_(new Share[static_cast<size_t>(count)]) {
+    for (int i = 1; i < count; ++i) workers_.emplace_back([this, i] { work(i); });
   }
   ~Team() {
     stop_ = true;
@@ -56,13 +56,15 @@ class Team {
     }
     body_ = body;
     context_ = context;
-    items_ = items;
     piece_ = grain * std::max<int64_t>(1, pieces / (static_cast<int64_t>(count_) * kPiecesPerThread));
-    next_.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < count_; ++i) {
+      shares_[i].next.store(pieces * i / count_ * grain, std::memory_order_relaxed);
+      shares_[i].end = i + 1 < count_ ? pieces * (i + 1) / count_ * grain : items;
+    }
     // seq_cst here and around sleepers_: a worker either sees the new epoch or is seen as sleeping.
     gate_.store((gate_.load(std::memory_order_relaxed) & ~kLow) + kEpoch + kOpen);
     wake();
-    claim();
+    claim(0);
     gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
     for (int spins = 0; (gate_.load(std::memory_order_acquire) & kJoined) != 0; ++spins) {
       relax();
@@ -76,11 +78,16 @@ class Team {
   // gate_: workers inside the loop (30 bits), the open flag, then the loop's number.
   static constexpr uint64_t kJoined{(1u << 30) - 1}, kOpen{1u << 30}, kLow{(1u << 31) - 1}, kEpoch{1u << 31};
 
-  void claim() {
-    for (;;) {
-      const int64_t begin = next_.fetch_add(piece_, std::memory_order_relaxed);
-      if (begin >= items_) return;
-      body_(context_, begin, std::min(begin + piece_, items_));
+  // First one's own share, front to back, so that what is prefetched at the end of a piece is one's own next piece;
+  // then what the others have not begun.
+  void claim(int self) {
+    for (int i = 0; i < count_; ++i) {
+      Share& share = shares_[(self + i) % count_];
+      for (;;) {
+        const int64_t begin = share.next.fetch_add(piece_, std::memory_order_relaxed);
+        if (begin >= share.end) break;
+        body_(context_, begin, std::min(begin + piece_, share.end));
+      }
     }
   }
 
@@ -92,7 +99,7 @@ class Team {
     woken_.notify_all();
   }
 
-  void work() {
+  void work(int self) {
     uint64_t done = 0;  // not what gate_ holds now: a thread that starts late must not miss the team's end
     for (;;) {
       uint64_t gate = wait_for_other_than(done);
@@ -101,7 +108,7 @@ class Team {
       }
       done = gate & ~kLow;
       if ((gate & kOpen) == 0) continue;
-      claim();
+      claim(self);
       gate_.fetch_sub(1, std::memory_order_acq_rel);
     }
   }
@@ -122,16 +129,21 @@ class Team {
     }
   }
 
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end{0};
+  };
+
   const int count_;
+  const std::unique_ptr<Share[]> shares_;
   alignas(64) std::atomic<uint64_t> gate_{0};
-  alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<int> sleepers_{0};
   std::atomic<bool> stop_{false};
   std::mutex sleep_mutex_;
   std::condition_variable woken_;  // not atomic::wait, which loses wake-ups in the libstdc++ of GCC 12
   LoopBody body_{nullptr};
   const void* context_{nullptr};
-  int64_t items_{0}, piece_{1};
+  int64_t piece_{1};
   std::vector<std::thread> workers_;
 };
 

@@ -1,4 +1,4 @@
-// The thread team: the caller and N - 1 workers share loops whose iterations they claim dynamically.
+// The thread team: the caller and N - 1 workers share loops of which each claims pieces, its own share first.
 #pragma once
 
 #include <cstddef>

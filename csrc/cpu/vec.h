@@ -105,6 +105,19 @@ NIBBLE_INLINE I32 dot4(I32 acc, I32 codes, I32 digits) {
   return {_mm512_dpbusd_epi32(acc.v, codes.v, digits.v)};
 }
 
+NIBBLE_INLINE __m256 halves_sum(F32 a) {
+  return _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+}
+NIBBLE_INLINE __m256 halves_max(F32 a) {
+  return _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+}
+NIBBLE_INLINE __m256i halves_sum(I32 a) {
+  return _mm256_add_epi32(_mm512_castsi512_si256(a.v), _mm512_extracti32x8_epi32(a.v, 1));
+}
+NIBBLE_INLINE __m256i halves_max(I32 a) {
+  return _mm256_max_epi32(_mm512_castsi512_si256(a.v), _mm512_extracti32x8_epi32(a.v, 1));
+}
+
 #elif defined(__AVX2__)
 
 struct F32 {
@@ -228,6 +241,11 @@ NIBBLE_INLINE I32 dot4(I32 acc, I32 codes, I32 digits) {
   return {dot4_half<kCodeBits>(acc.lo, codes.lo, digits.lo), dot4_half<kCodeBits>(acc.hi, codes.hi, digits.hi)};
 }
 
+NIBBLE_INLINE __m256 halves_sum(F32 a) { return _mm256_add_ps(a.lo, a.hi); }
+NIBBLE_INLINE __m256 halves_max(F32 a) { return _mm256_max_ps(a.lo, a.hi); }
+NIBBLE_INLINE __m256i halves_sum(I32 a) { return _mm256_add_epi32(a.lo, a.hi); }
+NIBBLE_INLINE __m256i halves_max(I32 a) { return _mm256_max_epi32(a.lo, a.hi); }
+
 #else  // portable
 
 struct F32 {
@@ -346,36 +364,48 @@ NIBBLE_INLINE void unroll(const F& f) {
 }
 #define NIBBLE_LAMBDA __attribute__((always_inline))
 
-// Sum of the lanes in a fixed tree: distance 8, 4, 2, 1.
+// Sum of the lanes in a fixed tree (distance 8, 4, 2, 1), and the largest lane (of no NaN).
+#if defined(__AVX2__)
 NIBBLE_INLINE float sum_lanes(F32 a) {
-  float lanes[kLanes];
-  store(lanes, a);
-  for (int step = 8; step > 0; step /= 2) {
-    for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
-  }
-  return lanes[0];
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(halves_sum(a)), _mm256_extractf128_ps(halves_sum(a), 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 NIBBLE_INLINE float max_lanes(F32 a) {
-  float lanes[kLanes];
-  store(lanes, a);
-  float m = lanes[0];
-  for (int i = 1; i < kLanes; ++i) m = lanes[i] > m ? lanes[i] : m;
-  return m;
-}
-NIBBLE_INLINE int32_t max_lanes(I32 a) {
-  int32_t lanes[kLanes];
-  store(lanes, a);
-  int32_t m = lanes[0];
-  for (int i = 1; i < kLanes; ++i) m = lanes[i] > m ? lanes[i] : m;
-  return m;
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(halves_max(a)), _mm256_extractf128_ps(halves_max(a), 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
 }
 NIBBLE_INLINE int32_t sum_lanes(I32 a) {
-  int32_t lanes[kLanes];
-  store(lanes, a);
-  int32_t s = 0;
-  for (int i = 0; i < kLanes; ++i) s += lanes[i];
-  return s;
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(halves_sum(a)), _mm256_extracti128_si256(halves_sum(a), 1));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
+NIBBLE_INLINE int32_t max_lanes(I32 a) {
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128(halves_max(a)), _mm256_extracti128_si256(halves_max(a), 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1)));
+}
+#else
+NIBBLE_INLINE float sum_lanes(F32 a) {
+  for (int step = 8; step > 0; step /= 2) {
+    for (int i = 0; i < step; ++i) a.v[i] += a.v[i + step];
+  }
+  return a.v[0];
+}
+NIBBLE_INLINE float max_lanes(F32 a) {
+  for (int i = 1; i < kLanes; ++i) a.v[0] = a.v[i] > a.v[0] ? a.v[i] : a.v[0];
+  return a.v[0];
+}
+NIBBLE_INLINE int32_t sum_lanes(I32 a) {
+  for (int i = 1; i < kLanes; ++i) a.v[0] += a.v[i];
+  return a.v[0];
+}
+NIBBLE_INLINE int32_t max_lanes(I32 a) {
+  for (int i = 1; i < kLanes; ++i) a.v[0] = a.v[i] > a.v[0] ? a.v[i] : a.v[0];
+  return a.v[0];
+}
+#endif
 
 // e^x for x <= 0 to about 1 ulp; below -87.3, where the result would be subnormal, zero. NaN stays NaN.
 // x = n ln 2 + r with |r| <= ln 2 / 2, e^r by its Taylor polynomial to r^7 (remainder 2e-9 relative).
