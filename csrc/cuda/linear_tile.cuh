@@ -1,0 +1,259 @@
+// What one warp of the decode kernel computes: a stage of weights by the planes, on tensor cores, with the scales of
+// weights that have groups.
+#pragma once
+
+#include "linear_planes.cuh"
+
+namespace nibblelm::cuda {
+
+__device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[4], uint2 b) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+}
+
+template <bool Half>
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint2 b) {
+  if constexpr (Half) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
+  }
+}
+
+// Scale, zero-point and minimum of one row in one group.
+struct RowTerms {
+  float scale, minimum;
+  int zero;
+};
+
+// Of rows r and r + 8 of a record.
+template <WeightFormat F>
+__device__ __forceinline__ void read_record(const DecodeArgs& a, const uint8_t* record, int r, RowTerms (&rows)[2]) {
+  const auto read_pair = [&](const uint8_t* at, float& low, float& high) {
+    if (a.scale_dtype == DType::f32) {
+      const float2 pair = reinterpret_cast<const float2*>(at)[r];
+      low = pair.x, high = pair.y;
+    } else {
+      const uint32_t pair = reinterpret_cast<const uint32_t*>(at)[r];
+      const bool brain = a.scale_dtype == DType::bf16;
+      low = brain ? __uint_as_float(pair << 16) : __half2float(__ushort_as_half(pair & 0xffff));
+      high = brain ? __uint_as_float(pair & 0xffff0000u) : __half2float(__ushort_as_half(pair >> 16));
+    }
+  };
+  read_pair(record, rows[0].scale, rows[1].scale);
+  rows[0].minimum = rows[1].minimum = 0.0f;
+  if (a.has_minimum) read_pair(record + a.minimum_at, rows[0].minimum, rows[1].minimum);
+  rows[0].zero = rows[1].zero = a.default_zero;
+  if (a.has_zero) {
+    const uint8_t* const zeros = record + (a.scale_dtype == DType::f32 ? 64 : 32);
+    const int both = F == WeightFormat::int4 ? zeros[r] : reinterpret_cast<const uint16_t*>(zeros)[r];
+    rows[0].zero = both & (F == WeightFormat::int4 ? 15 : 255);
+    rows[1].zero = both >> (F == WeightFormat::int4 ? 4 : 8);
+  }
+}
+
+// sum of codes x digits -> scale * sum of (code - zero) x activation + minimum * sum of activations.
+template <int D>
+__device__ __forceinline__ float scale_sums(const int (&raw)[D], const int (&digits)[D], const RowTerms& row,
+                                            float slice_scale) {
+  float value{0.0f}, total{0.0f};
+#pragma unroll
+  for (int d = 0; d < D; ++d) {
+    value = fmaf(value, 256.0f, static_cast<float>(raw[d] - row.zero * digits[d]));
+    total = fmaf(total, 256.0f, static_cast<float>(digits[d]));
+  }
+  return __fmul_rn(fmaf(row.minimum, total, __fmul_rn(row.scale, value)), slice_scale);
+}
+
+// Sums of one strip in a warp: raw ones (int32, or fp32 for full formats), and scaled ones for weights with groups.
+template <WeightFormat F, bool Grouped, int D, int C>
+struct Tile {
+  static constexpr int kTiles{(C + 7) / 8};       // of 8 columns
+  static constexpr int kColumns{C == 1 ? 1 : 2};  // of a thread in a tile
+  // int4 per row: low nibbles, and high ones times 16, which saves their shift.
+  static constexpr int kSets{F == WeightFormat::int4 && !Grouped ? 2 : 1};
+  typename Format<F>::Accumulator acc[kSets][kTiles][D][4]{};
+  float sum[Grouped ? kTiles : 1][2][kColumns]{};  // [tile][row half][column]
+
+  // The sum of element q of plane d.
+  __device__ __forceinline__ auto raw(int t, int d, int q) const {
+    if constexpr (kSets == 2) {
+      return acc[0][t][d][q] + (acc[1][t][d][q] >> 4);
+    } else {
+      return acc[0][t][d][q];
+    }
+  }
+
+  // The column of x of this lane's column j of tile t.
+  static __device__ __forceinline__ int column(int t, int j, int lane) { return C == 1 ? 0 : t * 8 + lane % 4 * 2 + j; }
+
+  // Adds the scaled sums of a group, whose digit sums are `sums`, and clears the raw ones.
+  __device__ __forceinline__ void end_group(const DecodeArgs& a, const uint8_t* record, const int* sums, int lane) {
+    RowTerms rows[2];
+    read_record<F>(a, record, lane / 4, rows);
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const int m = column(t, j, lane);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float value;
+          if constexpr (D == 2) {
+            const int both = raw(t, 0, 2 * h + j) * 256 + raw(t, 1, 2 * h + j) - rows[h].zero * sums[m];
+            value = __fmul_rn(rows[h].scale, static_cast<float>(both));
+            if (a.has_minimum) value = fmaf(rows[h].minimum, static_cast<float>(sums[m]), value);
+          } else {
+            int raws[D], digits[D];
+#pragma unroll
+            for (int d = 0; d < D; ++d) raws[d] = raw(t, d, 2 * h + j), digits[d] = sums[d * C + m];
+            value = scale_sums<D>(raws, digits, rows[h], 1.0f);
+          }
+          sum[t][h][j] += value;
+        }
+      }
+#pragma unroll
+      for (int d = 0; d < D; ++d) acc[0][t][d][0] = acc[0][t][d][1] = acc[0][t][d][2] = acc[0][t][d][3] = 0;
+    }
+  }
+};
+
+// This lane's place in the planes: its 8 columns of K in the row of x that is its column of the tensor-core tile. Lanes
+// beyond the last row of x read that row again: their columns of the result are not used.
+template <int Tiles>
+struct PlaneAt {
+  const uint8_t* shared;
+  int row[Tiles];
+
+  template <typename T>
+  __device__ __forceinline__ T read(int tile, int offset) const {
+    return *reinterpret_cast<const T*>(shared + row[tile] + offset);
+  }
+};
+
+// acc += one 32-column tile of codes x digits, `offset` bytes into the planes.
+template <int D, int Tiles>
+__device__ __forceinline__ void multiply_codes(int (&acc)[Tiles][D][4], const uint32_t (&a)[4],
+                                               const PlaneAt<Tiles>& planes, int offset) {
+#pragma unroll
+  for (int t = 0; t < Tiles; ++t) {
+    uint2 b[D];
+    if constexpr (D == 2) {
+      const uint4 both = planes.template read<uint4>(t, offset);
+      b[0] = make_uint2(both.x, both.y), b[1] = make_uint2(both.z, both.w);
+    } else {
+#pragma unroll
+      for (int d = 0; d < D; ++d) b[d] = planes.template read<uint2>(t, offset + d * 8);
+    }
+#pragma unroll
+    for (int d = 0; d < D; ++d) mma(acc[t][d], a, b[d]);
+  }
+}
+
+// Takes the bf16 part out of a pair of fp32, leaving the rest.
+__device__ __forceinline__ uint32_t take_bf16(float& low, float& high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  low -= __low2float(pair);
+  high -= __high2float(pair);
+  uint32_t word;
+  memcpy(&word, &pair, 4);
+  return word;
+}
+
+// acc += one unit of a full format x planes; w: the lane's 16 bytes of rows r and r + 8.
+template <WeightFormat F, int D, int Tiles>
+__device__ __forceinline__ void multiply_full(float (&acc)[Tiles][D][4], const uint4 (&w)[2],
+                                              const PlaneAt<Tiles>& planes, int offset) {
+  if constexpr (F == WeightFormat::f32) {
+    uint32_t a[3][4];  // the weight as three bf16 terms
+    float low[4]{__uint_as_float(w[0].x), __uint_as_float(w[1].x), __uint_as_float(w[0].z), __uint_as_float(w[1].z)};
+    float high[4]{__uint_as_float(w[0].y), __uint_as_float(w[1].y), __uint_as_float(w[0].w), __uint_as_float(w[1].w)};
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q) a[i][q] = take_bf16(low[q], high[q]);
+    }
+#pragma unroll
+    for (int t = 0; t < Tiles; ++t) {
+#pragma unroll
+      for (int d = D - 1; d >= 0; --d) {
+        const uint2 b = planes.template read<uint2>(t, offset + d * 16);
+#pragma unroll
+        for (int i = 2 - d; i >= 0; --i) mma<false>(acc[t][0], a[i], b);  // terms under 2^-24 are left out
+      }
+    }
+  } else {
+    const uint32_t first[4]{w[0].x, w[1].x, w[0].y, w[1].y}, second[4]{w[0].z, w[1].z, w[0].w, w[1].w};
+#pragma unroll
+    for (int t = 0; t < Tiles; ++t) {
+#pragma unroll
+      for (int d = D - 1; d >= 0; --d) {
+        const uint4 b = planes.template read<uint4>(t, offset + d * 16);
+        mma<F == WeightFormat::f16>(acc[t][d], first, make_uint2(b.x, b.y));
+        mma<F == WeightFormat::f16>(acc[t][d], second, make_uint2(b.z, b.w));
+      }
+    }
+  }
+}
+
+// Where the groups of the warp's slice are: the record of the next one, in the ring, and its digit sums.
+struct GroupAt {
+  const uint8_t* record;
+  const int* sums;
+};
+
+// Adds the products of the stage at `here` (in the ring) with the planes; k is its first column.
+template <WeightFormat F, bool Grouped, int D, int C>
+__device__ __forceinline__ void multiply_stage(const DecodeArgs& a, Tile<F, Grouped, D, C>& tile, const uint8_t* here,
+                                               const PlaneAt<(C + 7) / 8>& planes, GroupAt& group, int group_mask,
+                                               int k, int lane) {
+  using Fmt = Format<F>;
+  constexpr int kChunk{8 * D * Fmt::kPlaneBytes};
+  if constexpr (Fmt::kInteger) {
+    uint4 w[Fmt::kCopies];
+#pragma unroll
+    for (int i = 0; i < Fmt::kCopies; ++i) w[i] = *reinterpret_cast<const uint4*>(here + i * 512 + lane * 16);
+#pragma unroll
+    for (int t = 0; t < kStepK / 32; ++t) {
+      const uint4 from = w[t * Fmt::kCopies / 4];
+      uint32_t words[4]{from.x, from.y, from.z, from.w};
+      if constexpr (F == WeightFormat::int4) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if constexpr (tile.kSets == 2) {
+            words[i] &= t % 2 == 0 ? 0x0f0f0f0fu : 0xf0f0f0f0u;
+          } else {
+            words[i] = words[i] >> (t % 2 * 4) & 0x0f0f0f0fu;
+          }
+        }
+      }
+      multiply_codes(tile.acc[t % tile.kSets], words, planes, t * 4 * kChunk);
+      if constexpr (Grouped) {
+        if (((t + 1) & group_mask) == 0) {
+          tile.end_group(a, group.record, group.sums, lane);
+          group.record += a.record_bytes;
+          group.sums += kGroupWords<D> * C;
+        }
+      }
+    }
+  } else {
+    const int row = lane / 4;
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      if (k + u * Fmt::kStageK / 2 < a.k) {  // the last stage may be half full
+        const uint8_t* const at = here + row * 128 + ((4 * u + lane % 4) ^ (row & 1) << 2) * 16;
+        const uint4 w[2]{*reinterpret_cast<const uint4*>(at), *reinterpret_cast<const uint4*>(at + 8 * 128)};
+        multiply_full<F, D>(tile.acc[0], w, planes, u * Fmt::kStageK / 16 * kChunk);
+      }
+    }
+  }
+}
+
+}  // namespace nibblelm::cuda
