@@ -60,7 +60,10 @@ sanitize() {  # $1: tool. Its message is recorded where the machine refuses it.
   local log=$state/$1.log status=0
   timeout 480 compute-sanitizer --tool "$1" --error-exitcode 9 \
     "$python" -m pytest -q -p no:cacheprovider -m sanitize tests > "$log" 2>&1 || status=$?
-  { grep -E "SUMMARY|passed|failed" "$log" || tail -3 "$log"; } | tr '\n' ' ' > "$state/$1.txt"
+  {
+    if [[ $status == 124 ]]; then echo "not finished after 480 s:"; fi
+    grep -E "SUMMARY|passed|failed" "$log" || tail -3 "$log"
+  } | tr '\n' ' ' > "$state/$1.txt"
   echo "$1 (exit $status): $(cat "$state/$1.txt")"
 }
 
