@@ -184,28 +184,36 @@ class PanelReader {
 
 // ------------------------------------------------------------------------------------------- kernels
 
+// How codes lie where they are read: packed as in the panel, or one to a byte with eight or only four bits used.
+enum class Codes { nibbles, bytes, small_bytes };
+// Where one instruction takes any byte, expanded 4-bit codes need no kernels of their own.
+constexpr Codes kExpanded{kHasDot4 ? Codes::bytes : Codes::small_bytes};
+
+// Rows of digits whose sums are in registers together. Without VNNI half of these are needed for products.
+constexpr int kMostRows{kHasDot4 ? kBlockRows : (kBlockRows + 1) / 2};
+
 constexpr int tiles_for(int rows) {
   int tiles = kPanelTiles;
-  while (tiles > 1 && tiles * rows > kBlockRows * kBlockVectors) tiles /= 2;
+  while (tiles > 1 && tiles * rows > kMostRows * kBlockVectors) tiles /= 2;
   return tiles;
 }
 
 // Exact dot products of kRows rows of digits with kTiles tiles of a group: out[r][t * 16 + lane].
 // Not inlined: with what follows in sight, GCC 12 spills accumulators inside the loop.
-template <int kBits, int kRows, int kTiles, bool kStreamed>
+template <Codes kCodes, int kRows, int kTiles, bool kStreamed>
 __attribute__((noinline)) void dot_group(const uint8_t* codes, const int8_t* digits, int64_t stride, int64_t width,
                                          int32_t (*out)[kPanelRows]) {
   constexpr int64_t kStep = kPanelRows * 4;
   constexpr bool kSplit = kRows * kTiles <= 4;  // too few chains to cover the latency: two for each sum
   I32 acc[kRows * kTiles], second[kRows * kTiles];
   unroll<kRows * kTiles>([&](auto i) NIBBLE_LAMBDA { acc[i] = second[i] = set1(0); });
-  for (int64_t k = 0; k < width; k += 8, digits += 8, codes += kBits == 4 ? kStep : 2 * kStep) {
+  for (int64_t k = 0; k < width; k += 8, digits += 8, codes += kCodes == Codes::nibbles ? kStep : 2 * kStep) {
     unroll<2>([&](auto half) NIBBLE_LAMBDA {  // the first and the last four k
       const uint8_t* p = codes;
       asm("" : "+r"(p));  // 4-bit codes are loaded twice rather than kept in registers
       I32 four[kTiles];
       unroll<kTiles>([&](auto t) NIBBLE_LAMBDA {
-        if constexpr (kBits == 8) {
+        if constexpr (kCodes != Codes::nibbles) {
           four[t] = load_bytes(p + half * kStep + t * 64);
           if constexpr (kStreamed) __builtin_prefetch(p + kPrefetchBytes + half * kStep + t * 64);
         } else {
@@ -217,7 +225,7 @@ __attribute__((noinline)) void dot_group(const uint8_t* codes, const int8_t* dig
         const I32 x = broadcast4(digits + r * stride + half * 4);
         unroll<kTiles>([&](auto t) NIBBLE_LAMBDA {
           I32& chain = kSplit && half == 1 ? second[r * kTiles + t] : acc[r * kTiles + t];
-          chain = dot4<kBits>(chain, four[t], x);
+          chain = dot4<kCodes == Codes::bytes ? 8 : 4>(chain, four[t], x);
         });
       });
     });
@@ -267,13 +275,13 @@ NIBBLE_INLINE void add_dots(const Group& group, const Activations& a, int64_t to
 }
 
 // total += group's share, for kTokens tokens.
-template <int kBits, int kDigits, int kTokens, bool kStreamed>
+template <Codes kCodes, int kDigits, int kTokens, bool kStreamed>
 __attribute__((noinline)) void add_group(const Group& group, const Activations& a, int64_t token, int64_t g,
                                          int64_t width, float (*total)[kPanelRows]) {
   constexpr int kRows = kTokens * kDigits, kTiles = tiles_for(kRows);
   const int8_t* digits = a.digits + token * kDigits * a.stride + g * a.group;
 #if defined(__AVX512VNNI__)
-  constexpr bool kInRegisters = kBits == 8 && kRows == 6 && !kStreamed;
+  constexpr bool kInRegisters = kCodes == Codes::bytes && kRows == 6 && !kStreamed;
 #else
   constexpr bool kInRegisters = false;
 #endif
@@ -288,7 +296,7 @@ __attribute__((noinline)) void add_group(const Group& group, const Activations& 
     alignas(64) int32_t dots[kRows][kPanelRows];
     for (int tile = 0; tile < kPanelTiles; tile += kTiles) {
       auto* out = reinterpret_cast<int32_t (*)[kPanelRows]>(dots[0] + tile * kLanes);
-      dot_group<kBits, kRows, kTiles, kStreamed>(group.codes + tile * 64, digits, a.stride, width, out);
+      dot_group<kCodes, kRows, kTiles, kStreamed>(group.codes + tile * 64, digits, a.stride, width, out);
     }
     const auto dot = [&](auto row, auto tile) NIBBLE_LAMBDA { return load(dots[row] + tile * kLanes); };
     add_dots<kDigits, kTokens>(group, a, token, g, dot, total);
@@ -298,17 +306,17 @@ __attribute__((noinline)) void add_group(const Group& group, const Activations& 
 
 // total (tokens, 64) += the share of `count` groups from g on. Tokens go in blocks as large as the registers hold,
 // then the rest in one smaller block.
-template <int kBits, int kDigits, int kTokens, bool kStreamed>
+template <Codes kCodes, int kDigits, int kTokens, bool kStreamed>
 void add_groups(const PanelReader& panel, const Group* groups, int64_t g, int64_t count, const Activations& a,
                 int64_t token, int64_t end, float (*total)[kPanelRows]) {
   for (; token + kTokens <= end; token += kTokens, total += kTokens) {
     for (int64_t i = 0; i < count; ++i) {
-      add_group<kBits, kDigits, kTokens, kStreamed>(groups[i], a, token, g + i, panel.width(g + i), total);
+      add_group<kCodes, kDigits, kTokens, kStreamed>(groups[i], a, token, g + i, panel.width(g + i), total);
     }
   }
   if constexpr (kTokens > 1) {
     if (token < end) {
-      add_groups<kBits, kDigits, kTokens - 1, kStreamed>(panel, groups, g, count, a, token, end, total);
+      add_groups<kCodes, kDigits, kTokens - 1, kStreamed>(panel, groups, g, count, a, token, end, total);
     }
   }
 }
@@ -329,7 +337,7 @@ void finish(const QuantizedLinearArgs& args, const float* row_scale, int64_t fir
   }
 }
 
-constexpr int block_tokens(int digits) { return kBlockRows / digits > 0 ? kBlockRows / digits : 1; }
+constexpr int block_tokens(int digits) { return kMostRows / digits > 0 ? kMostRows / digits : 1; }
 
 // One panel for tokens [token, end).
 template <int kDigits>
@@ -349,11 +357,12 @@ void multiply(const QuantizedLinearArgs& args, const Activations& a, int64_t ind
     const int64_t count = min(step, a.groups - g);
     const Group* groups = panel.read(g, count, scratch + total_bytes);
     if (!streamed) {
-      add_groups<8, kDigits, kTokens, false>(panel, groups, g, count, a, token, end, total);
+      w.bits == 4 ? add_groups<kExpanded, kDigits, kTokens, false>(panel, groups, g, count, a, token, end, total)
+                  : add_groups<Codes::bytes, kDigits, kTokens, false>(panel, groups, g, count, a, token, end, total);
     } else if (w.bits == 4) {
-      add_groups<4, kDigits, kTokens, true>(panel, groups, g, count, a, token, end, total);
+      add_groups<Codes::nibbles, kDigits, kTokens, true>(panel, groups, g, count, a, token, end, total);
     } else {
-      add_groups<8, kDigits, kTokens, true>(panel, groups, g, count, a, token, end, total);
+      add_groups<Codes::bytes, kDigits, kTokens, true>(panel, groups, g, count, a, token, end, total);
     }
   }
   finish(args, panel.row_scale(), index * kPanelRows, token, end, total);

@@ -33,6 +33,8 @@ struct I32 {  // also 64 raw bytes
   __m512i v;
 };
 
+constexpr bool kHasDot4{true};  // dot4 is one instruction
+
 // Accumulators (sixteen lanes each) that a micro-kernel may keep: rows (tokens) by vectors (columns).
 constexpr int kBlockRows = 6, kBlockVectors = 4;
 
@@ -128,6 +130,11 @@ struct I32 {
 };
 
 constexpr int kBlockRows = 6, kBlockVectors = 1;
+#if defined(__AVXVNNI__)
+constexpr bool kHasDot4{true};
+#else
+constexpr bool kHasDot4{false};
+#endif
 
 NIBBLE_INLINE F32 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 NIBBLE_INLINE F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
@@ -256,6 +263,7 @@ struct I32 {
 };
 
 constexpr int kBlockRows = 2, kBlockVectors = 1;
+constexpr bool kHasDot4{false};
 
 #define NIBBLE_LANES(type, expression)                    \
   type r;                                                 \
