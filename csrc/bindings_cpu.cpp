@@ -7,6 +7,7 @@
 #include <string>
 
 #include "cpu/isa.h"
+#include "cpu/memory.h"
 #include "cpu/panels.h"
 #include "cpu/program.h"
 #include "cpu/quantize.h"
@@ -56,6 +57,7 @@ void bind_quantize(py::module_& m) {
 }
 
 void bind_team(py::module_& m) {
+  m.def("keep_freed_memory", nibblelm::keep_freed_memory);
   m.def("set_threads", nibblelm::set_threads, Unlocked());
   m.def("threads", nibblelm::threads, Unlocked());
   m.def("usable_cores", nibblelm::usable_cores);

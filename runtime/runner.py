@@ -68,6 +68,8 @@ class Runner:
         self.model, self.device, self.kv_dtype, self.capacity, self.graph = model, device, kv_dtype, capacity, graph
         self.history: list[list[int]] = []
         self.cache: Any = None
+        if device.type == "cpu":
+            ops.backend(device).keep_freed_memory()
         self._steps: dict[tuple[int, bool], _DecodeStep] = {}
         self._states: dict[tuple[int, bool], SamplingState] = {}
         self.reserve(1)

@@ -50,6 +50,11 @@ def _keep(*objects: object) -> None:
         program._tensors.extend(objects)
 
 
+def keep_freed_memory() -> None:
+    """Let this process reuse freed blocks instead of returning them to the system (csrc/cpu/memory.h says why)."""
+    _cpu.keep_freed_memory()
+
+
 def set_threads(count: int) -> None:
     """Use `count` threads, the caller's included; 0 means all cores that this process may use."""
     if count < 0:
