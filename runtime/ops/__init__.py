@@ -210,7 +210,7 @@ def attention(
     if q.device.type == "cpu":
         if softcap == 0.0 and all(option is None for option in options[1:]):
             return backend(q.device).attention(q, k_cache, v_cache, slots, positions, scale, window)
-        return reference.attention(q, k_cache, v_cache, slots, positions, scale, window, *options)
+        return backend(q.device).attention_with_options(q, k_cache, v_cache, slots, positions, scale, window, *options)
     return backend(q.device).attention(q, k_cache, v_cache, slots, positions, scale, window, *options, one_sequence)
 
 

@@ -2,44 +2,62 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from threading import local
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from nibblelm import _cpu
+from nibblelm.ops import reference
 from nibblelm.ops.types import PackedLinear, QuantizedWeight, Weight
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _thread = local()
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 # ---------------------------------------------------------------------------------------------- programs
 
 
 class Program:
-    """A recorded sequence of kernel calls, and the tensors that they touch."""
+    """A recorded sequence of kernel calls, and the tensors that they touch.
+
+    Runs of kernels are native programs; between them stand the Python steps of ops that have no kernel.
+    """
 
     def __init__(self) -> None:
-        self._steps = _cpu.Program()
+        self._parts: list[Any] = []  # _cpu.Program, or a callable
         self._tensors: list[object] = []
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return sum(1 if callable(part) else len(part) for part in self._parts)
 
     def replay(self) -> None:
-        self._steps.replay()
+        for part in self._parts:
+            part() if callable(part) else part.replay()
+
+    def _begin(self) -> None:
+        part = _cpu.Program()
+        part.begin()  # raises if this thread is recording already
+        self._parts.append(part)
+
+    def _end(self) -> None:
+        if self._parts and not callable(self._parts[-1]):
+            self._parts[-1].end()
 
 
 @contextmanager
 def capture(device: torch.device) -> Iterator[Program]:
     program = Program()
-    program._steps.begin()  # raises if this thread is recording already
+    program._begin()
     _thread.program = program
     try:
         yield program
     finally:
-        program._steps.end()
+        program._end()
         _thread.program = None
 
 
@@ -319,3 +337,38 @@ def log_softmax(x: Tensor) -> Tensor:
 
 def argmax(x: Tensor) -> Tensor:
     return _map_rows(_cpu.argmax, x, torch.empty(x.shape[0], dtype=torch.int32))
+
+
+# ---------------------------------------------------------------------------------------------- without kernels
+
+
+def _through_reference(compute: Callable[P, R]) -> Callable[P, R]:
+    """An op that is computed in PyTorch, recorded like the others."""
+
+    @wraps(compute)
+    def op(*args: P.args, **kwargs: P.kwargs) -> R:
+        result = compute(*args, **kwargs)
+        program: Program | None = getattr(_thread, "program", None)
+        if program is not None:
+            outputs: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
+
+            def again() -> None:
+                values = compute(*args, **kwargs)
+                for out, value in zip(outputs, values if isinstance(values, tuple) else (values,), strict=True):
+                    out.copy_(value)
+
+            program._end()
+            program._parts.append(again)
+            program._begin()
+        return result
+
+    return op
+
+
+layer_norm = _through_reference(reference.layer_norm)
+attention_with_options = _through_reference(reference.attention)
+attention_mask = _through_reference(reference.attention_mask)
+alibi_mask = _through_reference(reference.alibi_mask)
+geglu = _through_reference(reference.geglu)
+gelu = _through_reference(reference.gelu)
+silu = _through_reference(reference.silu)

@@ -44,6 +44,18 @@ def test_replay_equals_the_ops_themselves(make_weight: Callable[..., QuantizedWe
     assert len(garbage) == 60
 
 
+def test_ops_without_a_kernel_are_recorded_too() -> None:
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    with ops.capture(CPU) as program:
+        before = ops.softmax(x)
+        middle, _ = ops.layer_norm(before, weight, None, 1e-5)
+        after = ops.softmax(ops.gelu(middle))
+    x.normal_()
+    program.replay()
+    assert len(program) == 4
+    assert torch.equal(after, ops.softmax(ops.gelu(ops.layer_norm(ops.softmax(x), weight, None, 1e-5)[0])))
+
+
 def test_capture_is_not_nested_and_survives_exceptions() -> None:
     x = torch.randn(2, 8)
     with ops.capture(CPU) as outer, pytest.raises(RuntimeError, match="already"), ops.capture(CPU):
