@@ -92,8 +92,8 @@ def packed_weights(make_weight: Callable[..., QuantizedWeight]) -> list[tuple[Pa
     packed = [ops.pack_linear([w], CPU) for w in weights]
     full = [ops.pack_linear([torch.randn(331, 400).to(d)], CPU) for d in (torch.float32, torch.bfloat16)]
     widths: tuple[ActivationBits, ...] = (8, 16, 24)
-    exact_only: ActivationBits = 24
-    return [(w, b) for w in packed for b in widths] + [(w, exact_only) for w in full]
+    found: list[tuple[PackedLinear, ActivationBits]] = [(w, b) for w in packed for b in widths]
+    return found + [(w, 24) for w in full]
 
 
 def test_a_row_does_not_depend_on_its_batch_or_on_the_threads(
