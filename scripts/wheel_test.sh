@@ -13,4 +13,4 @@ site=$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("p
 cp -r "$root/tests" "$root/pyproject.toml" "$work"
 cd "$work"
 "$work/venv/bin/python" -c 'import nibblelm, sys; assert nibblelm.__file__.startswith(sys.prefix), nibblelm.__file__'
-"$work/venv/bin/python" -m pytest -n 2 --dist loadfile --data "$root/../shared/data" "$@"
+"$work/venv/bin/python" -m pytest -n 2 --dist loadfile "--data=$root/../shared/data" tests "$@"

@@ -16,5 +16,5 @@ def data_dir(request: pytest.FixtureRequest) -> Path:
     """The folder of real checkpoints, text and tokenizers; tests that need it skip where it is absent."""
     folder = Path(request.config.getoption("--data"))
     if not folder.is_dir():
-        pytest.skip(f"no real data at {folder}; pass --data DIR")
+        pytest.skip(f"no real data at {folder}; pass --data=DIR")
     return folder
