@@ -36,17 +36,15 @@ namespace nibblelm::NIBBLE_ISA {
   "vpxord %[" c "], %[" c "], %[" c "]\n" \
   "vpxord %[" d "], %[" d "], %[" d "]\n"
 
-// sums[row * 4 + tile] = dot products over `width` (a positive multiple of 8) k. Meanwhile four lines at `ahead` are
-// fetched into L2 for every eight k, `ahead_step` bytes apart.
+// sums[row * 4 + tile] = dot products over `width` (a positive multiple of 8) k.
 NIBBLE_INLINE void dot_six_rows(const uint8_t* codes, const int8_t* digits, int64_t stride, int64_t width,
-                                const uint8_t* ahead, int64_t ahead_step, I32 (&sums)[24]) {
+                                I32 (&sums)[24]) {
   asm volatile(
       "mov %[codes], %%rax\n"
       "mov %[digits], %%rcx\n"
       "lea (%[digits], %[stride], 2), %%rdx\n"
       "add %[stride], %%rdx\n"
       "mov %[width], %%r8\n"
-      "mov %[ahead], %%r9\n"
       NIBBLE_CLEAR("a0", "a1", "a2", "a3")
       NIBBLE_CLEAR("a4", "a5", "a6", "a7")
       NIBBLE_CLEAR("a8", "a9", "a10", "a11")
@@ -55,14 +53,9 @@ NIBBLE_INLINE void dot_six_rows(const uint8_t* codes, const int8_t* digits, int6
       NIBBLE_CLEAR("a20", "a21", "a22", "a23")
       ".p2align 5\n"
       "1:\n"
-      "prefetcht1 (%%r9)\n"
-      "prefetcht1 64(%%r9)\n"
       NIBBLE_FOUR("0", "64", "128", "192", "0")
-      "prefetcht1 128(%%r9)\n"
-      "prefetcht1 192(%%r9)\n"
       NIBBLE_FOUR("256", "320", "384", "448", "4")
       "add $512, %%rax\n"
-      "add %[ahead_step], %%r9\n"
       "add $8, %%rcx\n"
       "add $8, %%rdx\n"
       "sub $8, %%r8\n"
@@ -73,9 +66,8 @@ NIBBLE_INLINE void dot_six_rows(const uint8_t* codes, const int8_t* digits, int6
         [a12] "=&v"(sums[12].v), [a13] "=&v"(sums[13].v), [a14] "=&v"(sums[14].v), [a15] "=&v"(sums[15].v),
         [a16] "=&v"(sums[16].v), [a17] "=&v"(sums[17].v), [a18] "=&v"(sums[18].v), [a19] "=&v"(sums[19].v),
         [a20] "=&v"(sums[20].v), [a21] "=&v"(sums[21].v), [a22] "=&v"(sums[22].v), [a23] "=&v"(sums[23].v)
-      : [codes] "r"(codes), [digits] "r"(digits), [stride] "r"(stride), [width] "r"(width), [ahead] "r"(ahead),
-        [ahead_step] "r"(ahead_step)
-      : "rax", "rcx", "rdx", "r8", "r9", "cc", "memory", "xmm24", "xmm25", "xmm26", "xmm27", "xmm28", "xmm29");
+      : [codes] "r"(codes), [digits] "r"(digits), [stride] "r"(stride), [width] "r"(width)
+      : "rax", "rcx", "rdx", "r8", "cc", "memory", "xmm24", "xmm25", "xmm26", "xmm27", "xmm28", "xmm29");
 }
 
 #undef NIBBLE_ROW

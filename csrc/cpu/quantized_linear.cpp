@@ -122,22 +122,20 @@ struct Group {
   const float* factor;
   const int32_t* zero;
   const float* minimum;  // null in the zero-point form
-  const uint8_t* next;   // what the group as many groups on as are read at once will be read from
 
-  Group(const uint8_t* group_codes, const uint8_t* next_codes, const GroupValues& v, const QuantizedPanels& w)
+  Group(const uint8_t* group_codes, const GroupValues& v, const QuantizedPanels& w)
       : codes(group_codes),
         factor(scale_at_end(w) ? kOnes : v.scale),
         zero(v.zero),
-        minimum(w.offset == Offset::minimum ? v.minimum : nullptr),
-        next(next_codes) {}
+        minimum(w.offset == Offset::minimum ? v.minimum : nullptr) {}
 };
 
-// Reads a panel a few groups at a time. For few tokens codes are streamed: read where they lie. For many, 4-bit codes
-// are expanded to bytes in scratch memory, and the groups stay in L1 while all tokens meet them.
+// Reads a panel a few groups at a time. For many tokens 4-bit codes are expanded to bytes in scratch memory, and the
+// groups stay in L1 while all tokens meet them; for few tokens codes are read where they lie.
 class PanelReader {
  public:
-  PanelReader(const QuantizedPanels& w, int64_t index, int64_t group, bool streamed)
-      : w_(w), base_(w.buffer->data() + index * w.panel_bytes()), group_(group), streamed_(streamed) {
+  PanelReader(const QuantizedPanels& w, int64_t index, int64_t group, bool expand)
+      : w_(w), base_(w.buffer->data() + index * w.panel_bytes()), group_(group), expand_(expand) {
     if (w.groups == 1) row_values_.decode(w, base_ + w.code_bytes(w.padded_k()));
   }
   static int64_t groups_at_once(int64_t group) { return group < kBlock ? kBlock / group : 1; }
@@ -145,7 +143,6 @@ class PanelReader {
     const int64_t groups = groups_at_once(group);
     return static_cast<size_t>(groups * group * kPanelRows + groups * int64_t{sizeof(GroupValues) + sizeof(Group)});
   }
-  int64_t bytes_of_eight() const { return w_.code_bytes(8); }  // in memory, for eight k
   int64_t width(int64_t g) const { return min(group_, w_.padded_k() - g * group_); }
   const float* row_scale() const { return scale_at_end(w_) ? row_values_.scale : kOnes; }
 
@@ -157,9 +154,8 @@ class PanelReader {
       const int64_t k = (g + i) * group_, behind_codes = w_.scale_bytes() + w_.offset_bytes();
       const uint8_t* codes = base_ + w_.code_bytes(k) + (w_.groups == 1 ? 0 : (g + i) * behind_codes);
       if (w_.groups > 1) values[i].decode(w_, codes + w_.code_bytes(width(g + i)));
-      const uint8_t* next = codes + w_.code_bytes(groups_at_once(group_) * group_);
-      if (!streamed_ && w_.bits == 4) codes = expand(codes, scratch + i * group_ * kPanelRows, width(g + i));
-      groups[i] = Group(codes, next, w_.groups == 1 ? row_values_ : values[i], w_);
+      if (expand_) codes = expand(codes, scratch + i * group_ * kPanelRows, width(g + i));
+      groups[i] = Group(codes, w_.groups == 1 ? row_values_ : values[i], w_);
     }
     return groups;
   }
@@ -182,7 +178,7 @@ class PanelReader {
   const QuantizedPanels& w_;
   const uint8_t* base_;
   const int64_t group_;  // of the activations: that of the weights, or kRowGroup
-  const bool streamed_;
+  const bool expand_;
   GroupValues row_values_;
 };
 
@@ -278,28 +274,21 @@ NIBBLE_INLINE void add_dots(const Group& group, const Activations& a, int64_t to
   });
 }
 
-// Memory to bring into L2 meanwhile: 256 bytes for each eight k, `step` bytes apart.
-struct Ahead {
-  const uint8_t* p;
-  int64_t step;
-};
-
 // total += group's share, for kTokens tokens.
 template <Codes kCodes, int kDigits, int kTokens, bool kStreamed>
 __attribute__((noinline)) void add_group(const Group& group, const Activations& a, int64_t token, int64_t g,
-                                         int64_t width, const Ahead& ahead, float (*total)[kPanelRows]) {
+                                         int64_t width, float (*total)[kPanelRows]) {
   constexpr int kRows = kTokens * kDigits, kTiles = tiles_for(kRows);
   const int8_t* digits = a.digits + token * kDigits * a.stride + g * a.group;
 #if defined(__AVX512VNNI__)
   constexpr bool kInRegisters = kCodes == Codes::bytes && kRows == 6 && !kStreamed;
 #else
   constexpr bool kInRegisters = false;
-  static_cast<void>(ahead);
 #endif
   if constexpr (kInRegisters) {
 #if defined(__AVX512VNNI__)
     I32 dots[kRows * kPanelTiles];
-    dot_six_rows(group.codes, digits, a.stride, width, ahead.p, ahead.step, dots);
+    dot_six_rows(group.codes, digits, a.stride, width, dots);
     const auto dot = [&](auto row, auto tile) NIBBLE_LAMBDA { return dots[row * kPanelTiles + tile]; };
     add_dots<kDigits, kTokens>(group, a, token, g, dot, total);
 #endif
@@ -320,12 +309,9 @@ __attribute__((noinline)) void add_group(const Group& group, const Activations& 
 template <Codes kCodes, int kDigits, int kTokens, bool kStreamed>
 void add_groups(const PanelReader& panel, const Group* groups, int64_t g, int64_t count, const Activations& a,
                 int64_t token, int64_t end, float (*total)[kPanelRows]) {
-  // The first tokens bring in the next groups, 256 bytes of every step each, until those are covered.
-  for (int64_t covered = 0; token + kTokens <= end; token += kTokens, total += kTokens, covered += 256) {
-    const int64_t step = covered < panel.bytes_of_eight() ? panel.bytes_of_eight() : 0;
+  for (; token + kTokens <= end; token += kTokens, total += kTokens) {
     for (int64_t i = 0; i < count; ++i) {
-      const Ahead ahead{step > 0 ? groups[i].next + covered : groups[i].codes, step};
-      add_group<kCodes, kDigits, kTokens, kStreamed>(groups[i], a, token, g + i, panel.width(g + i), ahead, total);
+      add_group<kCodes, kDigits, kTokens, kStreamed>(groups[i], a, token, g + i, panel.width(g + i), total);
     }
   }
   if constexpr (kTokens > 1) {
@@ -364,7 +350,7 @@ void multiply(const QuantizedLinearArgs& args, const Activations& a, int64_t ind
       static_cast<uint8_t*>(local_scratch(static_cast<size_t>(total_bytes) + PanelReader::scratch_bytes(a.group)));
   auto* total = reinterpret_cast<float (*)[kPanelRows]>(scratch);
   std::memset(scratch, 0, static_cast<size_t>(total_bytes));
-  PanelReader panel(w, index, a.group, streamed);
+  PanelReader panel(w, index, a.group, w.bits == 4 && !streamed);
   // Streaming decodes scales one group at a time, close behind the prefetch.
   const int64_t step = streamed && w.groups > 1 ? 1 : PanelReader::groups_at_once(a.group);
   for (int64_t g = 0; g < a.groups; g += step) {
