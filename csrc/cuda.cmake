@@ -40,12 +40,15 @@ if(CUDA_WANTED)
   message(STATUS "CUDA extension: ${NIBBLELM_CUDA_ARCHS}")
   set(CMAKE_CUDA_ARCHITECTURES ${NIBBLELM_CUDA_ARCHS})
   enable_language(CUDA)
+  if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION) # CMake 3.25 does not know how to ask nvcc 13 for C++20
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+  endif()
   file(GLOB CUDA_SOURCES CONFIGURE_DEPENDS cuda/*.cu)
   pybind11_add_module(_cuda NO_EXTRAS bindings_cuda.cpp bindings_cuda_ops.cpp ${CUDA_SOURCES})
   target_include_directories(_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
-  set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
+  set_target_properties(_cuda PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static)
   target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O3 -Wall -Wextra>
-                                       $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -O3 -lineinfo -Xcompiler=-Wall>)
-  # by flag: CMake 3.25 does not know how to ask nvcc 13 for C++20
+                                       $<$<COMPILE_LANGUAGE:CUDA>:-O3 -lineinfo -Xcompiler=-Wall>)
   install(TARGETS _cuda DESTINATION .)
 endif()
