@@ -29,48 +29,39 @@ struct Activations {
 
 // ------------------------------------------------------------------------------------------- activations
 
-// Calls visit(i, vector) for the vectors of x[0, width); the last is filled up with zeros.
-template <typename Visit>
-NIBBLE_INLINE void for_vectors(const float* x, int64_t width, const Visit& visit) {
-  int64_t i = 0;
-  for (; i + kLanes <= width; i += kLanes) visit(i, load(x + i));
-  if (i < width) visit(i, load_first(x + i, static_cast<int>(width - i)));
-}
-
 // One group of one token. The largest magnitude becomes the largest value that kDigits balanced digits can hold.
 template <int kDigits>
 NIBBLE_INLINE void quantize_group(const float* x, int64_t width, int8_t* digits, int64_t stride, float* scale,
                                   int32_t* sums) {
   constexpr int32_t kLimit = kDigits == 1 ? 127 : kDigits == 2 ? 127 * 257 : 127 * 65793;
   I32 largest_bits = set1(0);  // as integers, so that NaN and infinity count as largest
-  for_vectors(x, width,
-              [&](int64_t, F32 v) NIBBLE_LAMBDA { largest_bits = max(largest_bits, bits(v) & set1(0x7fffffff)); });
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const int n = static_cast<int>(width - i < kLanes ? width - i : kLanes);
+    const F32 v = n == kLanes ? load(x + i) : load_first(x + i, n);
+    largest_bits = max(largest_bits, bits(v) & set1(0x7fffffff));
+  }
   const int32_t top = max_lanes(largest_bits);
   float largest;
   std::memcpy(&largest, &top, 4);
   const bool finite = top < 0x7f800000;
   const bool usable = finite && largest > 0x1p-100f;  // smaller ones would overflow the reciprocal: taken as zero
   *scale = usable ? largest / static_cast<float>(kLimit) : finite ? 0.0f : __builtin_nanf("");
-  if (!usable) {
-    for (int d = 0; d < kDigits; ++d) {
-      sums[d] = 0;
-      std::memset(digits + d * stride, 0, static_cast<size_t>((width + 7) / 8 * 8));
-    }
-    return;
-  }
-  const F32 inverse = set1(static_cast<float>(kLimit) / largest);
+  const F32 inverse = set1(usable ? static_cast<float>(kLimit) / largest : 0.0f);
+
   I32 sum[kDigits];
-  unroll<kDigits>([&](auto d) NIBBLE_LAMBDA { sum[d] = set1(0); });
-  for_vectors(x, width, [&](int64_t i, F32 v) NIBBLE_LAMBDA {
-    I32 rest = min(max(round_to_int(v * inverse), set1(-kLimit)), set1(kLimit));
-    unroll<kDigits>([&](auto d) NIBBLE_LAMBDA {
-      const I32 digit = d + 1 < kDigits ? shift_right<24>(shift_left<24>(rest)) : rest;
+  for (auto& s : sum) s = set1(0);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    const int n = static_cast<int>(width - i < kLanes ? width - i : kLanes);
+    const F32 v = n == kLanes ? load(x + i) : load_first(x + i, n);
+    I32 rest = usable ? min(max(round_to_int(v * inverse), set1(-kLimit)), set1(kLimit)) : set1(0);
+    for (int d = 0; d < kDigits; ++d) {
+      const I32 digit = shift_right<24>(shift_left<24>(rest));
       store_low_bytes(digits + d * stride + i, digit);  // may run into the next group, which is written later
       sum[d] = sum[d] + digit;
       rest = shift_right<8>(rest + set1(128));
-    });
-  });
-  unroll<kDigits>([&](auto d) NIBBLE_LAMBDA { sums[d] = sum_lanes(sum[d]); });
+    }
+  }
+  for (int d = 0; d < kDigits; ++d) sums[d] = sum_lanes(sum[d]);
 }
 
 template <int kDigits>
@@ -330,14 +321,10 @@ void add_groups(const PanelReader& panel, const Group* groups, int64_t g, int64_
   }
 }
 
-// Rows of the output are far apart: their lines are asked for a few rows ahead.
 void finish(const QuantizedLinearArgs& args, const float* row_scale, int64_t first, int64_t token, int64_t end,
             const float (*total)[kPanelRows]) {
-  constexpr int64_t kRowsAhead{16};
   for (; token < end; ++token, ++total) {
-    float* out = args.out + token * args.out_stride + first;
     for (int row = 0; row < kPanelRows && first + row < args.weight->n; row += kLanes) {
-      if (token + kRowsAhead < end) __builtin_prefetch(out + kRowsAhead * args.out_stride + row, 1);
       const int n = static_cast<int>(min(kLanes, args.weight->n - first - row));
       F32 y = load(*total + row);
       if (args.bias != nullptr) {
@@ -345,7 +332,7 @@ void finish(const QuantizedLinearArgs& args, const float* row_scale, int64_t fir
       } else {
         y = y * load(row_scale + row);
       }
-      store_first(out + row, y, n);
+      store_first(args.out + token * args.out_stride + first + row, y, n);
     }
   }
 }
