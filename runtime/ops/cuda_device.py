@@ -20,6 +20,7 @@ except ImportError as error:
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _programmatic: ContextVar[bool] = ContextVar("programmatic_launch", default=False)
+_fused: ContextVar[bool] = ContextVar("fusion", default=False)
 
 
 def available() -> tuple[bool, str]:
@@ -55,6 +56,21 @@ def programmatic_launch(enabled: bool) -> Iterator[None]:
         yield
     finally:
         _programmatic.reset(token)
+
+
+def fused() -> bool:
+    """Whether ops that stand for several run as one kernel where there is one; their bits are the same."""
+    return _fused.get()
+
+
+@contextmanager
+def fusion(enabled: bool) -> Iterator[None]:
+    """Let the block's ops run as fused kernels, or kernel by kernel."""
+    token = _fused.set(enabled)
+    try:
+        yield
+    finally:
+        _fused.reset(token)
 
 
 class Program:
