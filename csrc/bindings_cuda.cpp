@@ -51,10 +51,13 @@ PYBIND11_MODULE(_cuda, m) {
         });
   m.def("linear", [](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype, std::uintptr_t y,
                      std::int64_t y_stride, int y_dtype, std::uintptr_t bias, int rows, std::uintptr_t workspace,
-                     std::uintptr_t arrivals, std::uintptr_t stream, bool programmatic) {
+                     std::uintptr_t arrivals, std::uintptr_t gain, std::uintptr_t residual, std::uintptr_t h,
+                     std::int64_t residual_stride, float eps, bool plus_one, bool swiglu, std::uintptr_t stream,
+                     bool programmatic) {
     linear_decode(weight,
                   {pointer(x), x_stride, static_cast<DType>(x_dtype), pointer(y), y_stride, static_cast<DType>(y_dtype),
-                   pointer<float>(bias), rows, pointer(workspace), pointer<int>(arrivals)},
+                   pointer<float>(bias), rows, pointer(workspace), pointer<int>(arrivals), pointer<float>(gain),
+                   pointer(residual), pointer(h), residual_stride, eps, plus_one, swiglu},
                   {pointer(stream), programmatic});
   });
   m.def("linear_pack", [](const LinearWeight& weight, std::uintptr_t codes, std::int64_t words, std::uintptr_t data,

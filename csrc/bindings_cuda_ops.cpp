@@ -37,39 +37,51 @@ void bind_norm(py::module_& m, const char* name, void (*launcher)(const NormArgs
   });
 }
 
-void bind_attention(py::module_& m, const char* name, void (*launcher)(const AttentionArgs&, const Launch&)) {
-  m.def(name, [launcher](Address q, Address k, Address v, Address out, Address workspace, Address slots,
-                         Address positions, Address slopes, Address prefix, Address starts, Address mask, Int q_stride,
-                         Int mask_stride, Int rows, Int capacity, int mask_columns, int slot_count, int heads,
-                         int kv_heads, int head_dim, int window, float scale, float softcap, int dtype, int cache_dtype,
-                         Address stream, bool programmatic) {
-    launcher({at(q),
-              at(k),
-              at(v),
-              at(out),
-              at<float>(workspace),
-              at<std::int32_t>(slots),
-              at<std::int32_t>(positions),
-              at<float>(slopes),
-              at<std::int32_t>(prefix),
-              at<std::int32_t>(starts),
-              at<float>(mask),
-              q_stride,
-              mask_stride,
-              rows,
-              capacity,
-              mask_columns,
-              slot_count,
-              heads,
-              kv_heads,
-              head_dim,
-              window,
-              scale,
-              softcap,
-              type_of(dtype),
-              type_of(cache_dtype)},
-             {at(stream), programmatic});
+// Needs bind_rope() before it.
+void bind_attention(py::module_& m) {
+  py::class_<AttentionArgs>(m, "AttentionArgs")
+      .def(py::init([](Address q, Address k, Address v, Address out, Address workspace, Address slots,
+                       Address positions, Address slopes, Address prefix, Address starts, Address mask, Int q_stride,
+                       Int mask_stride, Int rows, Int capacity, int mask_columns, int slot_count, int heads,
+                       int kv_heads, int head_dim, int window, float scale, float softcap, int dtype, int cache_dtype) {
+        return AttentionArgs{at(q),
+                             at(k),
+                             at(v),
+                             at(out),
+                             at<float>(workspace),
+                             at<std::int32_t>(slots),
+                             at<std::int32_t>(positions),
+                             at<float>(slopes),
+                             at<std::int32_t>(prefix),
+                             at<std::int32_t>(starts),
+                             at<float>(mask),
+                             q_stride,
+                             mask_stride,
+                             rows,
+                             capacity,
+                             mask_columns,
+                             slot_count,
+                             heads,
+                             kv_heads,
+                             head_dim,
+                             window,
+                             scale,
+                             softcap,
+                             type_of(dtype),
+                             type_of(cache_dtype)};
+      }));
+  m.def("attention_decode", [](const AttentionArgs& args, Address stream, bool programmatic) {
+    attention_decode(args, {at(stream), programmatic});
   });
+  m.def("attention_prefill", [](const AttentionArgs& args, Address stream, bool programmatic) {
+    attention_prefill(args, {at(stream), programmatic});
+  });
+  m.def("attention_rope", [](const AttentionArgs& args, const RopeTable& table, Address q_norm, Address k_norm,
+                             float eps, bool plus_one, Address stream, bool programmatic) {
+    attention_rope(args, table, at<float>(q_norm), at<float>(k_norm), eps, plus_one, {at(stream), programmatic});
+  });
+  m.def("attention_fuses", attention_fuses);
+  m.def("attention_workspace", attention_workspace);
 }
 
 void bind_rope(py::module_& m) {
@@ -103,9 +115,9 @@ void bind_rope(py::module_& m) {
 }  // namespace
 
 void bind_ops(py::module_& m) {
-  m.def("activate", [](Address x, Address y, Int rows, Int columns, Int x_stride, int form, bool gated, int dtype,
-                       Address stream, bool programmatic) {
-    activate(at(x), at(y), rows, columns, x_stride, static_cast<Activation>(form), gated, type_of(dtype),
+  m.def("activate", [](Address x, Address y, Int rows, Int columns, Int x_stride, int form, bool gated, bool pairs,
+                       int dtype, Address stream, bool programmatic) {
+    activate(at(x), at(y), rows, columns, x_stride, static_cast<Activation>(form), gated, pairs, type_of(dtype),
              {at(stream), programmatic});
   });
   m.def("alibi_mask", [](Address scores, Address slopes, float value, Int batch, Int heads, Int queries, Int keys,
@@ -117,9 +129,6 @@ void bind_ops(py::module_& m) {
         [](Address x, Address y, Int rows, Int columns, Int x_stride, int dtype, Address stream, bool programmatic) {
           argmax(at(x), at<std::int32_t>(y), rows, columns, x_stride, type_of(dtype), {at(stream), programmatic});
         });
-  bind_attention(m, "attention_decode", attention_decode);
-  bind_attention(m, "attention_prefill", attention_prefill);
-  m.def("attention_workspace", attention_workspace);
   m.def("attention_mask", [](Address scores, Address mask, float value, Int batch, Int heads, Int queries, Int keys,
                              int dtype, Address stream, bool programmatic) {
     attention_mask(at(scores), at(mask), value, batch, heads, queries, keys, type_of(dtype),
@@ -135,6 +144,7 @@ void bind_ops(py::module_& m) {
   bind_norm(m, "layer_norm", layer_norm);
   bind_norm(m, "rms_norm", rms_norm);
   bind_rope(m);
+  bind_attention(m);
   m.def("sample", [](Address logits, Address workspace, Address ids, Address temperature, Address top_k, Address top_p,
                      Address min_p, Address repetition, Address presence, Address frequency, Address seeds,
                      Address steps, Address bias, Address prompt, Address counts, Int logits_stride, Int rows,

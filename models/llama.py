@@ -27,16 +27,16 @@ class Layer:
 
     def __init__(self, weights: Weights, config: DecoderConfig, rope: Rope, index: int) -> None:
         name = f"model.layers.{index}"
-        self.attention_norm = RMSNorm(weights, f"{name}.input_layernorm", config.hidden_size, config.norm_eps)
-        self.attention = Attention(weights, f"{name}.self_attn", config, rope, index)
-        self.mlp_norm = RMSNorm(weights, f"{name}.post_attention_layernorm", config.hidden_size, config.norm_eps)
-        self.mlp = Mlp(weights, f"{name}.mlp", config)
+        before_attention, before_mlp = (
+            RMSNorm(weights, f"{name}.{norm}", config.hidden_size, config.norm_eps)
+            for norm in ("input_layernorm", "post_attention_layernorm")
+        )
+        self.attention = Attention(weights, f"{name}.self_attn", config, rope, index, before_attention)
+        self.mlp = Mlp(weights, f"{name}.mlp", config, before_mlp)
 
     def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        x, residual = self.attention_norm(x, residual)
-        x = self.attention(x, step)
-        x, residual = self.mlp_norm(x, residual)
-        return self.mlp(x), residual
+        x, residual = self.attention(x, residual, step)
+        return self.mlp(x, residual)
 
 
 class Model:
@@ -57,5 +57,4 @@ class Model:
             x, residual = layer.forward(x, residual, step)
         if residual is not None and rows != slice(None):
             x, residual = x[rows], residual[rows]
-        x, _ = self.norm(x, residual)
-        return self.head(x)
+        return self.head(self.norm, x, residual)

@@ -42,8 +42,15 @@ class Step:
 class Linear:
     """One projection, or several of one input side by side: (M, K) -> (M, N)."""
 
-    def __init__(self, weights: Weights, modules: Sequence[tuple[str, int]], columns: int, bias: bool = False) -> None:
-        self.packed = weights.matrices(modules, columns)
+    def __init__(
+        self,
+        weights: Weights,
+        modules: Sequence[tuple[str, int]],
+        columns: int,
+        bias: bool = False,
+        pairs: bool = False,
+    ) -> None:
+        self.packed = weights.matrices(modules, columns, pairs=pairs)
         self.rows = sum(rows for _, rows in modules)
         self.bias = torch.cat([weights.vector(f"{name}.bias", rows) for name, rows in modules]) if bias else None
         self.activation_bits: ActivationBits = weights.activation_bits
@@ -59,9 +66,20 @@ class Linear:
             first = last
         return out
 
+    def of_norm(
+        self, norm: "RMSNorm", x: Tensor, residual: Tensor | None, gated: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(this projection of norm(h), h), h = x + residual; gated: then SwiGLU."""
+        if len(self.packed) == 1:
+            return ops.norm_linear(
+                x, norm.weight, norm.eps, residual, self.packed[0], self.bias, self.activation_bits, gated=gated
+            )
+        x, h = norm(x, residual)
+        return (ops.swiglu(self(x)) if gated else self(x)), h
+
 
 class Head:
-    """The output projection: (M, hidden) -> logits (M, vocab) in fp32."""
+    """The final norm and the output projection: (M, hidden) -> logits (M, vocab) in fp32."""
 
     def __init__(
         self,
@@ -73,9 +91,10 @@ class Head:
         self.packed = weights.head(module, table, config.vocab_size, config.hidden_size, config.tied)
         self.activation_bits: ActivationBits = weights.activation_bits
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, norm: "RMSNorm", x: Tensor, residual: Tensor | None) -> Tensor:
         out = x.new_empty(x.shape[0], self.packed[0].shape[0], dtype=torch.float32)
-        return ops.linear(x, self.packed[0], None, self.activation_bits, out)
+        bits = self.activation_bits
+        return ops.norm_linear(x, norm.weight, norm.eps, residual, self.packed[0], None, bits, out)[0]
 
 
 class Embedding:
@@ -108,9 +127,13 @@ class Rope:
 
 
 class Attention:
-    """Grouped-query attention with rotary positions and, where the family has it, a norm on each head of q and k."""
+    """A norm, then grouped-query attention with rotary positions and, where the family has it, a norm on each head of
+    q and k: (x, residual) -> (output, x + residual)."""
 
-    def __init__(self, weights: Weights, name: str, config: DecoderConfig, rope: Rope, layer: int) -> None:
+    def __init__(
+        self, weights: Weights, name: str, config: DecoderConfig, rope: Rope, layer: int, norm: RMSNorm
+    ) -> None:
+        self.norm = norm
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.layer, self.window, self.rope = layer, config.windows[layer], rope
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -121,24 +144,27 @@ class Attention:
         norms = [weights.vector(f"{name}.{part}_norm.weight", self.head_dim) for part in "qk"] if config.qk_norm else []
         self.q_norm, self.k_norm = norms or (None, None)
 
-    def __call__(self, x: Tensor, step: Step) -> Tensor:
-        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+    def __call__(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        qkv, h = self.qkv.of_norm(self.norm, x, residual)
+        qkv = qkv.view(x.shape[0], -1, self.head_dim)
         keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
         places = (step.positions, step.slots, self.rope.cos, self.rope.sin, keys, values)
         q = ops.rope_append(qkv, *places, self.q_norm, self.k_norm, self.eps)
         scale = self.head_dim**-0.5
         places = (keys, values, step.slots, step.positions)
-        return self.o(ops.attention(q, *places, scale, self.window, one_sequence=step.one_sequence))
+        return self.o(ops.attention(q, *places, scale, self.window, one_sequence=step.one_sequence)), h
 
 
 class Mlp:
-    """SwiGLU feed-forward: down(silu(gate(x)) * up(x))."""
+    """A norm, then the SwiGLU feed-forward down(silu(gate(x)) * up(x)): (x, residual) -> (output, x + residual)."""
 
-    def __init__(self, weights: Weights, name: str, config: DecoderConfig) -> None:
+    def __init__(self, weights: Weights, name: str, config: DecoderConfig, norm: RMSNorm) -> None:
+        self.norm = norm
         size, hidden = config.intermediate_size, config.hidden_size
         parts = [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)]
-        self.gate_up = Linear(weights, parts, hidden, config.mlp_bias)
+        self.gate_up = Linear(weights, parts, hidden, config.mlp_bias, pairs=not config.mlp_bias)
         self.down = Linear(weights, [(f"{name}.down_proj", hidden)], size, config.mlp_bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.down(ops.swiglu(self.gate_up(x)))
+    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x, h = self.gate_up.of_norm(self.norm, x, residual, gated=True)
+        return self.down(x), h

@@ -42,13 +42,15 @@ class RandomWeights:
         zero = pack_zero_point(q.zero, bits)
         return QuantizedWeight(q.codes, q.scale, zero, 4 if bits == 4 else 8, group_size, (rows, columns))
 
-    def _pack(self, parts: Sequence[Weight]) -> list[PackedLinear]:
-        packed = [ops.pack_linear(parts, self.device)]
+    def _pack(self, parts: Sequence[Weight], pairs: bool = False) -> list[PackedLinear]:
+        packed = [ops.pack_linear(parts, self.device, pairs)]
         self.streamed_bytes += packed[0].nbytes
         return packed
 
-    def matrices(self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear") -> list[PackedLinear]:
-        return self._pack([self._weight(rows, columns, self.bits, self.group_size) for _, rows in modules])
+    def matrices(
+        self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear", pairs: bool = False
+    ) -> list[PackedLinear]:
+        return self._pack([self._weight(rows, columns, self.bits, self.group_size) for _, rows in modules], pairs)
 
     def vector(self, name: str, size: int) -> Tensor:
         if "norm" in name:

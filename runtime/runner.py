@@ -58,8 +58,8 @@ class _Eager:
 class Runner:
     """A model with room for `slots` sequences of `capacity` positions.
 
-    `history[slot]` holds the token ids whose keys and values are in the cache. graph=False runs the same kernels call
-    by call instead of replaying a captured program.
+    `history[slot]` holds the token ids whose keys and values are in the cache. graph=False runs the ops call by call,
+    each as its own kernels, instead of replaying a captured program of fused ones.
     """
 
     def __init__(
@@ -160,7 +160,8 @@ class Runner:
             result = body()
             return _DecodeStep(rows, _Eager(body, result), result)
         if self.device.type == "cuda":
-            body()
+            with ops.backend(self.device).fusion(True):
+                body()
         with ops.capture(self.device) as program:
             result = body()
         return _DecodeStep(rows, program, result)

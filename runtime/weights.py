@@ -38,8 +38,13 @@ class Weights(Protocol):
     dtype: torch.dtype
     activation_bits: ActivationBits
 
-    def matrices(self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear") -> list[PackedLinear]:
-        """The (rows, columns) matrices of `modules` (name, rows), neighbours of one scheme stacked into one."""
+    def matrices(
+        self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear", pairs: bool = False
+    ) -> list[PackedLinear]:
+        """The (rows, columns) matrices of `modules` (name, rows), neighbours of one scheme stacked into one.
+
+        `pairs`: they are the gate and the up of one MLP (`ops.pack_linear`).
+        """
         ...
 
     def vector(self, name: str, size: int) -> Tensor:
@@ -66,7 +71,9 @@ class PlanWeights:
         self.specs: list[TensorSpec] = []
         self.groups: list[list[str]] = []  # modules that read the same input and can run as one
 
-    def matrices(self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear") -> list[PackedLinear]:
+    def matrices(
+        self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear", pairs: bool = False
+    ) -> list[PackedLinear]:
         self.specs += [TensorSpec(f"{name}.weight", kind, (rows, columns)) for name, rows in modules]
         self.groups.append([name for name, _ in modules])
         return []
@@ -120,9 +127,9 @@ class CheckpointWeights:
             raise CheckpointError(f"{module}.weight has shape {list(weight.shape)}; config.json says {list(shape)}")
         return weight
 
-    def _pack(self, modules: Sequence[tuple[str, int]], columns: int) -> list[PackedLinear]:
+    def _pack(self, modules: Sequence[tuple[str, int]], columns: int, pairs: bool = False) -> list[PackedLinear]:
         weights = [self._weight(name, (rows, columns)) for name, rows in modules]
-        packed = [ops.pack_linear(list(parts), self.device) for _, parts in groupby(weights, _scheme)]
+        packed = [ops.pack_linear(list(parts), self.device, pairs) for _, parts in groupby(weights, _scheme)]
         self.streamed_bytes += sum(p.nbytes for p in packed)
         return packed
 
@@ -131,8 +138,10 @@ class CheckpointWeights:
             if f"{module}.{end}" in self.checkpoint:
                 self.checkpoint.release(f"{module}.{end}")
 
-    def matrices(self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear") -> list[PackedLinear]:
-        packed = self._pack(modules, columns)
+    def matrices(
+        self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear", pairs: bool = False
+    ) -> list[PackedLinear]:
+        packed = self._pack(modules, columns, pairs)
         for name, _ in modules:
             self._release(name)
         return packed

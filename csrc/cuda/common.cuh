@@ -138,6 +138,10 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_l2(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(global));
+}
+
 // ---- reductions ----------------------------------------------------------------------------------------------
 // Butterflies: every lane ends with the same value, and the order of additions is fixed (results are reproducible).
 

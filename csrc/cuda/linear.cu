@@ -81,11 +81,28 @@ void linear_decode(const LinearWeight& w, const LinearArgs& args, const Launch& 
     a.stages = static_cast<int>((a.pitch_bytes + 127) / 128);
   }
   const std::string what = describe(w, args.x_dtype, args.m);
+  if (args.gain != nullptr) {
+    a.norm_threads = norm_threads(w.k / 8);
+    const bool aligned = a.x_aligned && aligned16(args.residual, args.residual_stride * 2) && aligned16(args.gain, 0);
+    if (x_is_float || !aligned || a.norm_threads == 0) {
+      throw std::invalid_argument(what + ": a norm before it takes aligned bf16 rows of at most 32,768");
+    }
+    a.gain = args.gain;
+    a.eps = args.eps;
+    a.plus_one = args.plus_one;
+    a.residual_stride = args.residual_stride;
+  }
+  if (args.swiglu && w.n % kStripRows != 0) throw std::invalid_argument(what + ": swiglu takes pairs of 8 rows");
+  a.swiglu = args.swiglu;
   for (int row = 0, rows = plan_here(w, args.x_dtype, args.m, a.x_aligned).m; row < args.m;
        row += rows) {  // usually once
     a.plan = plan_here(w, args.x_dtype, std::min(rows, args.m - row), a.x_aligned);
     a.x = static_cast<const uint8_t*>(args.x) + row * args.x_stride * x_bytes;
     a.y = static_cast<uint8_t*>(args.y) + row * args.y_stride * y_bytes;
+    if (args.residual != nullptr) {
+      a.residual = static_cast<const uint8_t*>(args.residual) + row * args.residual_stride * 2;
+      a.h = static_cast<uint8_t*>(args.h) + static_cast<int64_t>(row) * w.k * 2;
+    }
     a.partials = static_cast<float*>(args.workspace);
     a.images = a.plan.prepared ? static_cast<uint8_t*>(args.workspace) + a.plan.partial_floats() * 4 : nullptr;
     switch (w.format) {

@@ -66,6 +66,15 @@ struct LinearArgs {
   int m;              // 1..kMaxDecodeRows
   void* workspace;    // linear_decode_workspace() bytes, 16-byte aligned
   int* arrivals;      // strips() zeros; left as zeros. One stream at a time may use a weight.
+  // Before: with a gain, x stands for rms_norm(x + residual), whose bits are those of the separate op. bf16 only.
+  const float* gain;     // (k,) or null
+  const void* residual;  // (m, k), rows residual_stride apart, or null
+  void* h;               // receives x + residual, (m, k) contiguous
+  int64_t residual_stride;
+  float eps;
+  bool plus_one;
+  // After: of strips with 8 gate rows and their 8 up rows, y (m, n / 2) gets silu(gate) * up, as the separate op does.
+  bool swiglu;
 };
 
 // y = x W^T + b for at most 16 rows. Every row's bits are the same whatever m is.

@@ -9,6 +9,7 @@
 
 #include "barrier.cuh"
 #include "linear_tile.cuh"
+#include "silu.cuh"
 
 namespace nibblelm::cuda {
 
@@ -156,9 +157,19 @@ struct Reduction {
     }
   }
 
-  __device__ __forceinline__ void store(int m, int row, float value) const {
+  // By all lanes together. In a strip of pairs, lane r has a gate and lane r + 8 its up, rounded as the separate op
+  // would find them.
+  __device__ __forceinline__ void store(int m, int row, float value, bool wanted) const {
     const int n = strip * kStripRows + row;
-    if (n < a.n) store_from_float(a.y, m * a.y_stride + n, a.y_dtype, value + (a.bias ? a.bias[n] : 0.0f));
+    wanted = wanted && n < a.n;
+    if (a.bias != nullptr && wanted) value += a.bias[n];
+    if (a.swiglu) {
+      if (a.y_dtype == DType::bf16) value = to_float(from_float<bf16>(value));
+      const float up = __shfl_down_sync(kAllLanes, value, 8);
+      if (wanted && row < 8) store_from_float(a.y, m * a.y_stride + strip * 8 + row, a.y_dtype, silu(value) * up);
+    } else if (wanted) {
+      store_from_float(a.y, m * a.y_stride + n, a.y_dtype, value);
+    }
   }
 
   // The sum over the block's slices of row `row` and row m of x; with one row of x, two lanes share it.
@@ -205,13 +216,13 @@ struct Reduction {
     const int64_t part_step = static_cast<int64_t>(p.strips) * m_count * kStripRows;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      const int m = m_first + 2 * i;
-      if (m >= m_count) continue;
+      if (2 * i >= m_count) continue;
+      const bool wanted = m_first + 2 * i < m_count && (C > 1 || lane < kStripRows);
+      const int m = min(m_first + 2 * i, m_count - 1);
       const float value = add_slices(m, row, terms);
-      if (C == 1 && lane >= kStripRows) continue;
       if (p.parts_log == 0) {
-        store(m, row, value);
-      } else {
+        store(m, row, value, wanted);
+      } else if (wanted) {
         partials[part * part_step + m * kStripRows] = value;
       }
     }
@@ -225,14 +236,15 @@ struct Reduction {
     __threadfence();
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      const int m = m_first + 2 * i;
-      if (m >= m_count || (C == 1 && lane >= kStripRows)) continue;
+      if (2 * i >= m_count) continue;
+      const bool wanted = m_first + 2 * i < m_count && (C > 1 || lane < kStripRows);
+      const int m = min(m_first + 2 * i, m_count - 1);
       float v[kMaxSlices];
 #pragma unroll
       for (int s = 0; s < kMaxSlices; ++s) {
         v[s] = s < p.parts() ? __ldcg(partials + s * part_step + m * kStripRows) : 0.0f;
       }
-      store(m, row, tree_sum(v));
+      store(m, row, tree_sum(v), wanted);
     }
     if (lane == 0) a.arrivals[strip] = 0;
   }
@@ -278,10 +290,14 @@ __global__ void __launch_bounds__(kDecodeThreads, C == 1 ? 2 : 1)
   const uint32_t full = shared_address(shared + p.barriers_at) + sub * 2 * p.depth * 8, empty = full + p.depth * 8;
   if (slice == 0 && lane < 2 * p.depth) barrier_init(full + lane * 8, kWarp * (lane < p.depth ? p.block_slices() : 1));
 
+  if (a.gain != nullptr) {  // from memory to L2 before the wait: read after it
+    for (int k = threadIdx.x * 32; k < a.k; k += kDecodeThreads * 32) prefetch_l2(a.gain + k);
+  }
+
   dependency_wait();
   dependency_release();
   uint8_t* const image = shared + p.image_at;
-  prepare_image<F, Grouped, D, C>(a, image, part);
+  prepare_image<F, Grouped, D, C>(a, image, reinterpret_cast<float*>(shared + p.red_at), part);
   __syncthreads();
 
   constexpr int kChunk{8 * D * Fmt::kPlaneBytes};

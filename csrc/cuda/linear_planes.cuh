@@ -2,9 +2,10 @@
 // row (integer weights), or terms in the weight's half precision whose sum is the activation.
 #pragma once
 
-#include "common.cuh"
 #include "linear.h"
+#include "norm.h"
 #include "tiles.h"
+#include "vector.cuh"
 
 namespace nibblelm::cuda {
 
@@ -42,6 +43,13 @@ struct DecodeArgs {
   int record_bytes, minimum_at, default_zero;
   DType scale_dtype, y_dtype;
   bool has_zero, has_minimum, x_aligned;
+  const float* gain;  // null: no norm
+  const void* residual;
+  void* h;
+  int64_t residual_stride;
+  float eps;
+  int norm_threads;
+  bool plus_one, swiglu;
   DecodePlan plan;
 };
 
@@ -106,6 +114,75 @@ __device__ __forceinline__ Chunk<Float> load_chunk(const DecodeArgs& a, int row,
   }
   return out;
 }
+
+// ---- RMSNorm of bf16 activations on their way in, to the bit as norm.cuh does it -------------------------------
+
+__device__ __forceinline__ Chunk<false> pack_chunk(const float (&v)[8]) {
+  return {{{pack2<bf16>(v[0], v[1]), pack2<bf16>(v[2], v[3]), pack2<bf16>(v[4], v[5]), pack2<bf16>(v[6], v[7])}}};
+}
+
+// x + residual, rounded; zeros from K on.
+__device__ __forceinline__ Chunk<false> load_sum(const DecodeArgs& a, int row, int k) {
+  Chunk<false> x = load_chunk<false, true>(a, row, k, a.k);
+  if (a.residual == nullptr || k >= a.k) return x;
+  const bf16* const residual = static_cast<const bf16*>(a.residual) + row * a.residual_stride + k;
+  const Chunk<false> r{{*reinterpret_cast<const uint4*>(residual)}};
+  float v[8], w[8];
+  x.unpack(v), r.unpack(w);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] += w[i];
+  return pack_chunk(v);
+}
+
+// What thread `thread` of norm_kernel's block adds to the sum of squares of a row; with `keep` it also writes h.
+__device__ __forceinline__ float norm_squares(const DecodeArgs& a, int row, int thread, bool keep) {
+  Chunk<false> held[kNormHeld];
+#pragma unroll
+  for (int i = 0; i < kNormHeld; ++i) held[i] = load_sum(a, row, 8 * (thread + i * a.norm_threads));
+  float sum{0.0f};
+#pragma unroll
+  for (int i = 0; i < kNormHeld; ++i) {
+    const int k = 8 * (thread + i * a.norm_threads);
+    float v[8];
+    held[i].unpack(v);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum = fmaf(v[j], v[j], sum);
+    if (keep && k < a.k)
+      *reinterpret_cast<uint4*>(static_cast<bf16*>(a.h) + static_cast<int64_t>(row) * a.k + k) = held[i].word[0];
+  }
+  return sum;
+}
+
+// By a whole warp: `part` is what warp `lane` of norm_kernel's block has, 0 beyond them.
+__device__ __forceinline__ float norm_factor(const DecodeArgs& a, float part) {
+  return rsqrtf(warp_sum(part) / static_cast<float>(a.k) + a.eps);
+}
+
+// One row of activations as the kernel multiplies them: x, or its norm.
+template <bool Float, bool Aligned>
+struct Input {
+  const DecodeArgs& a;
+  int row;
+  float factor;  // of the norm
+
+  __device__ __forceinline__ Chunk<Float> read(int k, int last) const {
+    if constexpr (!Float && Aligned) {
+      if (a.gain != nullptr) {
+        Chunk<false> chunk{};
+        if (k >= min(last, a.k)) return chunk;
+        float v[8], gain[8];
+        load_constant(a.gain + k, gain);
+        load_sum(a, row, k).unpack(v);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) v[i] = v[i] * factor * (a.plus_one ? 1.0f + gain[i] : gain[i]);
+        return pack_chunk(v);
+      }
+    }
+    return load_chunk<Float, Aligned>(a, row, k, last);
+  }
+};
+
+// ---- planes --------------------------------------------------------------------------------------------------
 
 // Gathers byte `Byte` of four words.
 template <int Byte>
@@ -194,11 +271,9 @@ struct HeldSlice {
   static constexpr int kRounds{Float ? 1 : 2};
   Chunk<Float> chunk[kRounds];
 
-  __device__ __forceinline__ void load(const DecodeArgs& a, int row, int first, int last) {
+  __device__ __forceinline__ void load(const Input<Float, Aligned>& input, int first, int last) {
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      chunk[i] = load_chunk<Float, Aligned>(a, row, first + i * kRound + 8 * (threadIdx.x % kWarp), last);
-    }
+    for (int i = 0; i < kRounds; ++i) chunk[i] = input.read(first + i * kRound + 8 * (threadIdx.x % kWarp), last);
   }
 };
 
@@ -217,12 +292,12 @@ __device__ __forceinline__ SliceColumns slice_columns(const DecodeArgs& a, int p
 // Planes, sums and scales of one slice of one row, by one warp, into `image` (laid out as the plan says).
 template <WeightFormat F, bool Grouped, int D, int C, bool Aligned>
 __device__ __forceinline__ void prepare_slice(const DecodeArgs& a, uint8_t* image, const SliceColumns& columns,
-                                              int slice, int row,
+                                              int slice, const Input<kFloatActivations<F, D>, Aligned>& input,
                                               const HeldSlice<kFloatActivations<F, D>, Aligned>& held) {
   constexpr bool kFloat{kFloatActivations<F, D>};
   constexpr int kHeld{HeldSlice<kFloat, Aligned>::kRounds};
   const DecodePlan& p = a.plan;
-  const int lane = threadIdx.x % kWarp;
+  const int lane = threadIdx.x % kWarp, row = input.row;
   const auto [first, last, block_k] = columns;
   int* const sums = reinterpret_cast<int*>(image + p.sums_at);
 
@@ -233,7 +308,7 @@ __device__ __forceinline__ void prepare_slice(const DecodeArgs& a, uint8_t* imag
     for (int i = 0; i < kHeld; ++i) largest = max(largest, held.chunk[i].largest());
 #pragma unroll 1
     for (int k = first + kHeld * kRound + 8 * lane; k < last; k += kRound) {
-      largest = max(largest, load_chunk<kFloat, Aligned>(a, row, k, last).largest());
+      largest = max(largest, input.read(k, last).largest());
     }
     inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
@@ -279,7 +354,7 @@ __device__ __forceinline__ void prepare_slice(const DecodeArgs& a, uint8_t* imag
   }
 #pragma unroll 1
   for (int base = first + kHeld * kRound; base < last; base += kRound) {
-    emit(load_chunk<kFloat, Aligned>(a, row, base + 8 * lane, last), base);
+    emit(input.read(base + 8 * lane, last), base);
   }
   if constexpr (Format<F>::kInteger && !Grouped) {
 #pragma unroll
@@ -301,17 +376,28 @@ __global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __g
   uint8_t* const image = a.images + part * a.plan.image_bytes;
   const int in_part = slice & (a.plan.block_slices() - 1);
   const SliceColumns columns = slice_columns(a, part, in_part);
+  float factor{1.0f};
+  if (a.gain != nullptr) {  // every warp of a row adds up all of it
+    const int lane = threadIdx.x % kWarp;
+    float part{0.0f};
+    for (int w = 0; w < a.norm_threads / kWarp; ++w) {
+      const float sum = warp_sum(norm_squares(a, row, w * kWarp + lane, slice == 0 && a.h != nullptr));
+      if (lane == w) part = sum;
+    }
+    factor = norm_factor(a, part);
+  }
   const auto prepare = [&]<bool Aligned>() {
+    const Input<kFloatActivations<F, D>, Aligned> input{a, row, factor};
     HeldSlice<kFloatActivations<F, D>, Aligned> held;
-    held.load(a, row, columns.first, columns.last);
-    prepare_slice<F, Grouped, D, C, Aligned>(a, image, columns, in_part, row, held);
+    held.load(input, columns.first, columns.last);
+    prepare_slice<F, Grouped, D, C, Aligned>(a, image, columns, in_part, input, held);
   };
   a.x_aligned ? prepare.template operator()<true>() : prepare.template operator()<false>();
 }
 
-// The block's image, into shared memory.
+// The block's image, into shared memory; `scratch` there holds a warp of floats for every row of x.
 template <WeightFormat F, bool Grouped, int D, int C>
-__device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, int part) {
+__device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, float* scratch, int part) {
   const DecodePlan& p = a.plan;
   if (a.images != nullptr) {
     const uint4* const from = reinterpret_cast<const uint4*>(a.images + part * p.image_bytes);
@@ -319,16 +405,39 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
     for (int i = threadIdx.x; i < p.image_bytes / 16; i += kDecodeThreads) reinterpret_cast<uint4*>(image)[i] = from[i];
   } else {
     // A warp keeps its slice and goes through rows, the next row's loads under way while it works on one.
-    const int warp = threadIdx.x / kWarp, slice = warp & (p.block_slices() - 1);
+    constexpr bool kFloat{kFloatActivations<F, D>};
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, slice = warp & (p.block_slices() - 1);
+    const int norm_warps = a.norm_threads / kWarp;
+    const bool normed = !kFloat && a.gain != nullptr;
+    if (normed) {
+#pragma unroll 1
+      for (int item = warp; item < p.m * norm_warps; item += kDecodeWarps) {
+        const int row = C == 1 ? 0 : item / norm_warps, w = item - row * norm_warps;
+        const float sum = warp_sum(norm_squares(a, row, w * kWarp + lane, blockIdx.x == 0 && a.h != nullptr));
+        if (lane == 0) scratch[row * kWarp + w] = sum;
+      }
+      __syncthreads();
+    }
+    const auto factor_of = [&](int row) {
+      return normed ? norm_factor(a, lane < norm_warps ? scratch[row * kWarp + lane] : 0.0f) : 1.0f;
+    };
     const SliceColumns columns = slice_columns(a, part, slice);
-    HeldSlice<kFloatActivations<F, D>, true> held, next;
+    HeldSlice<kFloat, true> held, next;
     int row = warp >> p.block_log;
-    if (row < p.m) next.load(a, row, columns.first, columns.last);
+    float factor{1.0f};
+    if (row < p.m) {
+      factor = factor_of(row);
+      next.load(Input<kFloat, true>{a, row, factor}, columns.first, columns.last);
+    }
 #pragma unroll 1
     for (; row < p.m; row += p.block_strips) {
       held = next;
-      if (C > 1 && row + p.block_strips < p.m) next.load(a, row + p.block_strips, columns.first, columns.last);
-      prepare_slice<F, Grouped, D, C, true>(a, image, columns, slice, row, held);
+      const Input<kFloat, true> now{a, row, factor};
+      if (C > 1 && row + p.block_strips < p.m) {
+        factor = factor_of(row + p.block_strips);
+        next.load(Input<kFloat, true>{a, row + p.block_strips, factor}, columns.first, columns.last);
+      }
+      prepare_slice<F, Grouped, D, C, true>(a, image, columns, slice, now, held);
     }
   }
 }

@@ -10,8 +10,7 @@
 namespace nibblelm::cuda {
 
 constexpr int kNormMaxThreads{1024};
-constexpr int kNormRowsPerBlock{8};   // for rows so short that one warp takes a row
-constexpr int kNormShortVectors{64};  // 16-byte accesses of such a row at most
+constexpr int kNormRowsPerBlock{8};  // for rows so short that one warp takes a row
 
 // The sum over the threads of one row: a warp (scratch unused) or the block.
 __device__ __forceinline__ float row_sum(float x, float* scratch) {
@@ -92,9 +91,11 @@ __global__ void __launch_bounds__(kNormMaxThreads) norm_kernel(NormArgs a) {
     sum = 0.0f;
   }
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i)
+  for (int i = 0; i < kHeld; ++i) {
+    if (column(i) >= a.columns) continue;
 #pragma unroll
-    for (int j = 0; j < V; ++j) sum += column(i) < a.columns ? (v[i][j] - mean) * (v[i][j] - mean) : 0.0f;
+    for (int j = 0; j < V; ++j) sum = fmaf(v[i][j] - mean, v[i][j] - mean, sum);
+  }
   const float factor = rsqrtf(row_sum(sum, scratch[1]) / count + a.eps);
 #pragma unroll
   for (int i = 0; i < kHeld; ++i)
@@ -144,20 +145,17 @@ __global__ void __launch_bounds__(kNormMaxThreads) norm_long_kernel(NormArgs a) 
   }
 }
 
-// The block depends on the columns alone, so a row's sum has one order whatever the number of rows.
 template <class T, int V, bool kCentre, class What>
 void launch_norm(const NormArgs& a, const Launch& launch, What what) {
-  constexpr int kHeld[]{2, 4};
-  const int vectors = ceil_div(a.columns, V);
-  if (vectors > kNormMaxThreads * kHeld[1]) {
+  const int vectors = ceil_div(a.columns, V), threads = norm_threads(vectors);
+  if (threads == 0) {
     launch_kernel(launch, what, norm_long_kernel<T, V, kCentre>, dim3(static_cast<unsigned>(a.rows)),
                   dim3(kNormMaxThreads), 0, a);
     return;
   }
-  const bool many = vectors >= 512, one_warp = vectors <= kNormShortVectors;
-  const dim3 block = one_warp ? dim3(kWarp, kNormRowsPerBlock) : dim3(ceil_div(vectors, kHeld[many] * kWarp) * kWarp);
-  launch_kernel(launch, what, many ? norm_kernel<T, V, kCentre, kHeld[1]> : norm_kernel<T, V, kCentre, kHeld[0]>,
-                dim3(ceil_div(a.rows, block.y)), block, 0, a);
+  const dim3 block(threads, threads == kWarp ? kNormRowsPerBlock : 1);
+  const auto kernel = vectors > 2 * threads ? norm_kernel<T, V, kCentre, kNormHeld> : norm_kernel<T, V, kCentre, 2>;
+  launch_kernel(launch, what, kernel, dim3(ceil_div(a.rows, block.y)), block, 0, a);
 }
 
 template <bool kCentre>

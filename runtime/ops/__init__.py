@@ -78,13 +78,14 @@ def capture(device: torch.device) -> AbstractContextManager[Program]:
     return backend(device).capture(device)
 
 
-def pack_linear(parts: Sequence[Weight], device: torch.device) -> PackedLinear:
+def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:
     """Repack weights for `linear`; several parts of one scheme are stacked along N (fused q/k/v, gate/up).
 
     parts    full (N_i, K) tensors of one dtype, or quantized weights of equal bits, group size, scale dtype, K
+    pairs    the parts are gate and up of one MLP: a device may interleave their rows (`PackedLinear.pairs`)
     returns  the packed (sum N_i, K) weight on `device`
     """
-    return backend(device).pack_linear(parts, device)
+    return backend(device).pack_linear(parts, device, pairs)
 
 
 def linear(
@@ -115,6 +116,35 @@ def rms_norm(
     plus_one multiplies by (1 + weight) instead
     """
     return backend(x.device).rms_norm(x, weight, eps, residual, plus_one)
+
+
+def norm_linear(
+    x: Tensor,
+    gain: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    weight: PackedLinear,
+    bias: Tensor | None = None,
+    activation_bits: ActivationBits = 24,
+    out: Tensor | None = None,
+    *,
+    plus_one: bool = False,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm(x, gain, eps, residual)`, then `linear`, then, if gated, `swiglu`: in one kernel where the device has
+    it, with the same bits.
+
+    x, residual, h (M, K), gain (K,) fp32; returns (y, h): y (M, N) or, gated, (M, N / 2); h = x + residual
+    """
+    module = backend(x.device)
+    if x.device.type == "cuda":
+        arguments = (x, gain, eps, residual, weight, bias, out, plus_one, gated)
+        if module.norm_linear_fuses(*arguments):
+            return module.norm_linear(*arguments)
+    normed, h = rms_norm(x, gain, eps, residual, plus_one)
+    if not gated:
+        return linear(normed, weight, bias, activation_bits, out), h
+    return swiglu(linear(normed, weight, bias, activation_bits), weight.pairs), h
 
 
 def layer_norm(
@@ -214,6 +244,40 @@ def attention(
     return backend(q.device).attention(q, k_cache, v_cache, slots, positions, scale, window, *options, one_sequence)
 
 
+def rope_attention(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    window: int = 0,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    interleaved: bool = False,
+    one_sequence: bool = False,
+) -> Tensor:
+    """`rope_append`, then `attention`: (M, H + 2 Hkv, D) -> (M, H * D), with the bits of the two one after the other;
+    in one kernel where a device has it.
+
+    Arguments as in the two. Rows have different slots, or, with one_sequence, are the consecutive positions of
+    slots[0]. qkv is undefined afterwards.
+    """
+    if qkv.device.type == "cuda":
+        return backend(qkv.device).rope_attention(
+            qkv, positions, slots, cos, sin, k_cache, v_cache, scale, window, q_norm, k_norm, eps, plus_one,
+            interleaved, one_sequence,
+        )  # fmt: skip
+    q = rope_append(qkv, positions, slots, cos, sin, k_cache, v_cache, q_norm, k_norm, eps, plus_one, interleaved)
+    main = positions if positions.ndim == 1 else positions[0]
+    return attention(q, k_cache, v_cache, slots, main, scale, window)
+
+
 def attention_mask(scores: Tensor, mask: Tensor, value: float = -10000.0) -> Tensor:
     """Set scores to `value` where the mask is above 0.99, in place. CPU: through the reference.
 
@@ -232,9 +296,15 @@ def alibi_mask(scores: Tensor, slopes: Tensor, value: float = -10000.0) -> Tenso
     return _kernels(scores.device, "alibi_mask").alibi_mask(scores, slopes, value)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up on the concatenated projection (Shazeer 2020): (M, 2 I) -> (M, I)."""
-    return backend(gate_up.device).swiglu(gate_up)
+def swiglu(gate_up: Tensor, pairs: bool = False) -> Tensor:
+    """silu(gate) * up on the concatenated projection (Shazeer 2020): (M, 2 I) -> (M, I).
+
+    pairs  the columns are as a weight with `PackedLinear.pairs` leaves them: 8 gates, their 8 ups, and so on. CUDA only
+    """
+    if gate_up.device.type == "cpu":
+        assert not pairs
+        return backend(gate_up.device).swiglu(gate_up)
+    return backend(gate_up.device).swiglu(gate_up, pairs)
 
 
 Gelu = Literal["tanh", "erf"]

@@ -8,7 +8,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nibblelm.ops.cuda_device import DTYPES, Program, available, capture, launch_args, programmatic_launch, require
+from nibblelm.ops.cuda_device import (
+    DTYPES,
+    Program,
+    available,
+    capture,
+    fused,
+    fusion,
+    launch_args,
+    programmatic_launch,
+    require,
+)
 from nibblelm.ops.cuda_device import kernels as _cuda
 from nibblelm.ops.cuda_ops import (
     alibi_mask,
@@ -24,6 +34,7 @@ from nibblelm.ops.cuda_ops import (
     rms_norm,
     rope,
     rope_append,
+    rope_attention,
     sample,
     silu,
     softmax,
@@ -41,18 +52,22 @@ __all__ = [
     "available",
     "capture",
     "embedding",
+    "fusion",
     "geglu",
     "gelu",
     "kv_append",
     "layer_norm",
     "linear",
     "log_softmax",
+    "norm_linear",
+    "norm_linear_fuses",
     "pack_linear",
     "programmatic_launch",
     "require",
     "rms_norm",
     "rope",
     "rope_append",
+    "rope_attention",
     "sample",
     "silu",
     "softmax",
@@ -83,6 +98,12 @@ def _padded(t: Tensor, rows: int, columns: int) -> Tensor:
     return torch.nn.functional.pad(t, (0, columns - t.shape[1], 0, rows - t.shape[0]))
 
 
+def _stacked(parts: list[Tensor], pairs: bool) -> Tensor:
+    """The rows of all parts; in pairs, 8 of the first and then 8 of the second in turn."""
+    t = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return t.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(0, 2) if pairs else t
+
+
 def _unpack_zero(part: QuantizedWeight, device: torch.device) -> Tensor:
     """Zero-points of a part as uint8 (N, G)."""
     n, groups = part.shape[0], part.groups
@@ -93,20 +114,20 @@ def _unpack_zero(part: QuantizedWeight, device: torch.device) -> Tensor:
     return zero.reshape(-1, groups)[:n].to(torch.uint8)
 
 
-def _records(parts: Sequence[QuantizedWeight], strips: int, groups: int, device: torch.device) -> Tensor:
+def _records(parts: Sequence[QuantizedWeight], pairs: bool, strips: int, groups: int, device: torch.device) -> Tensor:
     """Scales, zero-points and minima in the layout of csrc/cuda/linear.h: uint8 (strips, groups, record bytes)."""
 
-    def pairs(tensors: list[Tensor]) -> Tensor:
-        t = _padded(torch.cat(tensors), strips * 16, groups).view(strips, 2, 8, groups)
+    def halves(tensors: list[Tensor]) -> Tensor:
+        t = _padded(_stacked(tensors, pairs), strips * 16, groups).view(strips, 2, 8, groups)
         return t.permute(0, 3, 2, 1).contiguous().view(strips, groups, -1).view(torch.uint8)
 
-    fields = [pairs([p.scale.to(device) for p in parts])]
+    fields = [halves([p.scale.to(device) for p in parts])]
     if any(p.zero_point is not None for p in parts):
-        zeros = pairs([_unpack_zero(p, device) for p in parts])
+        zeros = halves([_unpack_zero(p, device) for p in parts])
         fields.append(zeros[..., 0::2] | zeros[..., 1::2] << 4 if parts[0].bits == 4 else zeros)
     minima = [p.minimum.to(device) for p in parts if p.minimum is not None]
     if minima:
-        fields.append(pairs(minima))
+        fields.append(halves(minima))
     return torch.cat(fields, -1).contiguous()
 
 
@@ -116,8 +137,9 @@ def _scheme(part: Weight) -> tuple[object, ...]:
     return part.dtype, part.shape[1]
 
 
-def pack_linear(parts: Sequence[Weight], device: torch.device) -> PackedLinear:
+def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:
     require()
+    pairs = pairs and len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].shape[0] % 8 == 0
     first = parts[0]
     if any(_scheme(p) != _scheme(first) for p in parts):
         raise ValueError(f"parts of one linear differ in scheme: {[_scheme(p) for p in parts]}")
@@ -125,23 +147,22 @@ def pack_linear(parts: Sequence[Weight], device: torch.device) -> PackedLinear:
     with torch.cuda.device(device):
         arrivals = torch.zeros(-(-n // 16), dtype=torch.int32, device=device)
         packed = (
-            _pack_quantized([cast(QuantizedWeight, p) for p in parts], n, k, arrivals)
+            _pack_quantized([cast(QuantizedWeight, p) for p in parts], pairs, n, k, arrivals)
             if isinstance(first, QuantizedWeight)
-            else _pack_full([cast(Tensor, p) for p in parts], n, k, arrivals)
+            else _pack_full([cast(Tensor, p) for p in parts], pairs, n, k, arrivals)
         )
         # Kernels may read weights before the kernel ahead of them has finished (programmatic launch).
         torch.cuda.current_stream().synchronize()
     nbytes = sum(t.numel() * t.element_size() for t in (packed.values, packed.records) if t is not None)
     bits, group = (first.bits, first.group_size) if isinstance(first, QuantizedWeight) else (8 * first.itemsize, -1)
-    return PackedLinear((n, k), bits, group, nbytes, device, packed)
+    return PackedLinear((n, k), bits, group, nbytes, device, packed, pairs)
 
 
-def _pack_full(parts: list[Tensor], n: int, k: int, arrivals: Tensor) -> CudaWeight:
+def _pack_full(parts: list[Tensor], pairs: bool, n: int, k: int, arrivals: Tensor) -> CudaWeight:
     if parts[0].dtype not in DTYPES:
         raise ValueError(f"full weights are fp32, fp16 or bf16, not {parts[0].dtype}")
     device = arrivals.device
-    values = upload(parts[0], device) if len(parts) == 1 else torch.cat([upload(p, device) for p in parts])
-    values = _padded(values, n, -(-k // 32) * 32).contiguous()
+    values = _padded(_stacked([upload(p, device) for p in parts], pairs), n, -(-k // 32) * 32).contiguous()
     if values.data_ptr() % 16:
         values = values.clone()
     dtype = DTYPES[values.dtype]
@@ -151,7 +172,7 @@ def _pack_full(parts: list[Tensor], n: int, k: int, arrivals: Tensor) -> CudaWei
     return CudaWeight(descriptor, values, None, arrivals, False)
 
 
-def _pack_quantized(parts: list[QuantizedWeight], n: int, k: int, arrivals: Tensor) -> CudaWeight:
+def _pack_quantized(parts: list[QuantizedWeight], pairs: bool, n: int, k: int, arrivals: Tensor) -> CudaWeight:
     bits, group = parts[0].bits, parts[0].group_size
     scale_dtype, minimum = parts[0].scale.dtype, parts[0].minimum is not None
     if group not in {-1, 32, 64, 128} or scale_dtype not in DTYPES or k < 1:
@@ -165,8 +186,8 @@ def _pack_quantized(parts: list[QuantizedWeight], n: int, k: int, arrivals: Tens
         )
 
     sizes = descriptor(0, 0)
-    records = _records(parts, sizes.strips, sizes.groups, device)
-    codes = torch.cat([upload(p.codes, device) for p in parts]).contiguous()
+    records = _records(parts, pairs, sizes.strips, sizes.groups, device)
+    codes = _stacked([upload(p.codes, device) for p in parts], pairs).contiguous()
     values = torch.empty(sizes.strips * sizes.steps * 256 * bits, dtype=torch.uint8, device=device)
     packed = descriptor(values.data_ptr(), records.data_ptr())
     stream = torch.cuda.current_stream().cuda_stream
@@ -189,15 +210,70 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits
     if rows > _cuda.MAX_DECODE_ROWS:
         _large_linear(x, weight, bias, out)
     elif rows > 0:
-        data: CudaWeight = weight.data
-        size = _cuda.linear_workspace(data.descriptor, x.data_ptr(), x.stride(0), DTYPES[x.dtype], rows)
-        workspace = torch.empty(size, dtype=torch.uint8, device=x.device) if size else None
-        _cuda.linear(
-            data.descriptor, x.data_ptr(), x.stride(0), DTYPES[x.dtype], out.data_ptr(), out.stride(0),
-            DTYPES[out.dtype], 0 if bias is None else bias.data_ptr(), rows,
-            0 if workspace is None else workspace.data_ptr(), data.arrivals.data_ptr(), *launch_args(),
-        )  # fmt: skip
+        _decode_linear(x, weight, bias, out, 0, 0, 0, 0, 0.0, False, False)
     return out
+
+
+def _decode_linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, out: Tensor, *fusion: float) -> None:
+    """`fusion`: gain, residual and h (addresses), residual stride, eps, plus_one, swiglu."""
+    data: CudaWeight = weight.data
+    size = _cuda.linear_workspace(data.descriptor, x.data_ptr(), x.stride(0), DTYPES[x.dtype], x.shape[0])
+    workspace = torch.empty(size, dtype=torch.uint8, device=x.device) if size else None
+    _cuda.linear(
+        data.descriptor, x.data_ptr(), x.stride(0), DTYPES[x.dtype], out.data_ptr(), out.stride(0),
+        DTYPES[out.dtype], 0 if bias is None else bias.data_ptr(), x.shape[0],
+        0 if workspace is None else workspace.data_ptr(), data.arrivals.data_ptr(), *fusion, *launch_args(),
+    )  # fmt: skip
+
+
+def norm_linear_fuses(
+    x: Tensor,
+    gain: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    weight: PackedLinear,
+    bias: Tensor | None,
+    out: Tensor | None,
+    plus_one: bool,
+    gated: bool,
+) -> bool:
+    """Whether `norm_linear` has these arguments; the kernel's own limits are in csrc/cuda/linear.cu."""
+    del eps, plus_one
+    k = weight.shape[1]
+    rows = [x] if residual is None else [x, residual]
+    fits = all(
+        t.shape == (x.shape[0], k) and t.dtype == torch.bfloat16 and t.stride(1) == 1 and t.stride(0) % 8 == 0
+        and t.data_ptr() % 16 == 0
+        for t in rows
+    )  # fmt: skip
+    return (
+        fused() and fits and 0 < x.shape[0] <= _cuda.MAX_DECODE_ROWS and k % 8 == 0 and k <= 32768
+        and gain.data_ptr() % 16 == 0 and (not gated or (weight.pairs and bias is None and out is None))
+    )  # fmt: skip
+
+
+def norm_linear(
+    x: Tensor,
+    gain: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    weight: PackedLinear,
+    bias: Tensor | None,
+    out: Tensor | None,
+    plus_one: bool,
+    gated: bool,
+) -> tuple[Tensor, Tensor]:
+    n, k = weight.shape
+    if gain.shape != (k,) or gain.dtype != torch.float32 or not gain.is_contiguous():
+        raise ValueError(f"norm_linear: gain {tuple(gain.shape)} {gain.dtype}, want contiguous ({k},) fp32")
+    if out is None:
+        out = torch.empty(x.shape[0], n // 2 if gated else n, dtype=x.dtype, device=x.device)
+    h = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    _decode_linear(
+        x, weight, bias, out, gain.data_ptr(), 0 if residual is None else residual.data_ptr(), h.data_ptr(),
+        0 if residual is None else residual.stride(0), eps, plus_one, gated,
+    )  # fmt: skip
+    return out, h
 
 
 @contextmanager

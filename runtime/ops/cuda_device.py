@@ -89,12 +89,16 @@ class Program:
 
 @contextmanager
 def capture(device: torch.device) -> Iterator[Program]:
-    """Record the block as a CUDA graph on a side stream. Run the same calls once before: first use loads kernels."""
+    """Record the block as a CUDA graph on a side stream, of fused kernels with programmatic launches.
+
+    Run the same calls once before, under `fusion(True)`: first use loads kernels.
+    """
     require()
     program = Program()
     with (
         torch.cuda.device(device),
         programmatic_launch(True),
+        fusion(True),
         torch.cuda.graph(program.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
     ):
         yield program

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nibblelm.ops.cuda_device import DTYPES, kernels, launch_args
+from nibblelm.ops.cuda_device import DTYPES, fused, kernels, launch_args
 from nibblelm.ops.types import QuantizedWeight, SamplingState, Weight
 
 PREFILL_ROWS = 17  # fewer rows of one sequence go to the decode kernel, as a batch of as many sequences does
@@ -149,7 +149,11 @@ def rope_append(
 # ---- attention -----------------------------------------------------------------------------------------------------
 
 
-def attention(
+AttentionOptions = tuple[float, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_PLAIN: AttentionOptions = (0.0, None, None, None, None)
+
+
+def _attention_args(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -157,13 +161,11 @@ def attention(
     positions: Tensor,
     scale: float,
     window: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    prefix_lengths: Tensor | None,
-    starts: Tensor | None,
-    mask: Tensor | None,
-    one_sequence: bool,
-) -> Tensor:
+    options: AttentionOptions,
+    prefill: bool,
+) -> tuple[Any, Tensor, Tensor]:
+    """The launchers' argument, the result, and the workspace (to be kept until the launch)."""
+    softcap, alibi_slopes, prefix_lengths, starts, mask = options
     m, heads, head_dim = q.shape
     _cache_target("attention", m, k_cache, v_cache, slots, positions)
     slot_count, kv_heads, capacity, _ = k_cache.shape
@@ -180,18 +182,69 @@ def attention(
         alibi_slopes, prefix_lengths, starts, mask,
     )  # fmt: skip
     out = torch.empty(m, heads * head_dim, dtype=q.dtype, device=q.device)
-    prefill = one_sequence and m >= PREFILL_ROWS
     bytes_needed = 0 if prefill else kernels.attention_workspace(m, heads, head_dim, capacity)
     workspace = torch.empty(bytes_needed, dtype=torch.uint8, device=q.device)
-    launcher = kernels.attention_prefill if prefill else kernels.attention_decode
-    launcher(
+    args = kernels.AttentionArgs(
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), workspace.data_ptr(), slots.data_ptr(),
         positions.data_ptr(), _address(alibi_slopes), _address(prefix_lengths), _address(starts), _address(mask),
         q.stride(0), 0 if mask is None else mask.stride(0), m, capacity, 0 if mask is None else mask.shape[1],
         slot_count, heads, kv_heads, head_dim, window, scale, softcap, DTYPES[q.dtype], DTYPES[k_cache.dtype],
-        *launch_args(),
     )  # fmt: skip
+    return args, out, workspace
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    prefix_lengths: Tensor | None,
+    starts: Tensor | None,
+    mask: Tensor | None,
+    one_sequence: bool,
+) -> Tensor:
+    prefill = one_sequence and q.shape[0] >= PREFILL_ROWS
+    options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
+    args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, positions, scale, window, options, prefill)
+    (kernels.attention_prefill if prefill else kernels.attention_decode)(args, *launch_args())
     return out
+
+
+def rope_attention(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float,
+    window: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    plus_one: bool,
+    interleaved: bool,
+    one_sequence: bool,
+) -> Tensor:
+    main = positions if positions.ndim == 1 else positions[0]
+    if fused() and not (one_sequence and qkv.shape[0] > 1):  # rows of one sequence attend to each other's keys
+        q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
+        table = _rope_table(qkv, positions, cos, sin, interleaved)
+        args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, main, scale, window, _PLAIN, False)
+        if kernels.attention_fuses(args, table):
+            normed = _vector(q_norm, q.shape[2]) and _vector(k_norm, q.shape[2])
+            _require(normed, "rope_attention", "norms (D,) fp32", q_norm, k_norm)
+            norms = (_address(q_norm), _address(k_norm), eps, plus_one)
+            kernels.attention_rope(args, table, *norms, *launch_args())
+            return out
+    q = rope_append(qkv, positions, slots, cos, sin, k_cache, v_cache, q_norm, k_norm, eps, plus_one, interleaved)
+    return attention(q, k_cache, v_cache, slots, main, scale, window, *_PLAIN, one_sequence)
 
 
 def _score_planes(op: str, scores: Tensor) -> tuple[int, ...]:
@@ -221,22 +274,22 @@ def alibi_mask(scores: Tensor, slopes: Tensor, value: float) -> Tensor:
 # ---- element-wise, tables, rows ------------------------------------------------------------------------------------
 
 
-def _activate(op: str, x: Tensor, form: str, gated: bool) -> Tensor:
+def _activate(op: str, x: Tensor, form: str, gated: bool, pairs: bool = False) -> Tensor:
     _require(
-        x.ndim == 2 and _rows(x) and (not gated or x.shape[1] % 2 == 0) and form in _ACTIVATIONS,
-        op, f"(M, {'2 I' if gated else 'N'}) fp32 or bf16, forms {sorted(_ACTIVATIONS)}", x,
+        x.ndim == 2 and _rows(x) and form in _ACTIVATIONS and x.shape[1] % (16 if pairs else 2 if gated else 1) == 0,
+        op, f"(M, {'2 I' if gated else 'N'}) fp32 or bf16, I in pairs a multiple of 8, forms {sorted(_ACTIVATIONS)}", x,
     )  # fmt: skip
     m, columns = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     y = torch.empty(m, columns, dtype=x.dtype, device=x.device)
     kernels.activate(
-        x.data_ptr(), y.data_ptr(), m, columns, x.stride(0), _ACTIVATIONS[form], gated, DTYPES[x.dtype],
-        *launch_args(),
+        x.data_ptr(), y.data_ptr(), m, columns, x.stride(0), _ACTIVATIONS[form], gated, pairs,
+        DTYPES[x.dtype], *launch_args(),
     )  # fmt: skip
     return y
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    return _activate("swiglu", gate_up, "silu", True)
+def swiglu(gate_up: Tensor, pairs: bool) -> Tensor:
+    return _activate("swiglu", gate_up, "silu", True, pairs)
 
 
 def geglu(gate_up: Tensor, form: str) -> Tensor:

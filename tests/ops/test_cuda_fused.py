@@ -1,0 +1,133 @@
+"""Fused CUDA ops against the separate ones, bit for bit, and gate/up in pairs against float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.ops import PackedLinear, QuantizedWeight, cuda
+from nibblelm.ops.types import Weight
+
+USABLE, REASON = cuda.available()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
+DEVICE = torch.device("cuda")
+KINDS = [(4, -1), (4, 32), (4, 128), (8, -1), (8, 64), (16, torch.bfloat16), (16, torch.float16), (16, torch.float32)]
+EPS = 1e-5
+
+
+def random_weight(n: int, k: int, kind: tuple[int, int | torch.dtype], seed: int) -> Weight:
+    generator = torch.Generator().manual_seed(seed)
+    bits, detail = kind
+    if isinstance(detail, torch.dtype):
+        return (torch.randn(n, k, generator=generator) * k**-0.5).to(detail)
+    groups = 1 if detail == -1 else -(-k // detail)
+
+    def words(rows: int, columns: int) -> Tensor:
+        return torch.randint(-(1 << 31), 1 << 31, (rows, columns), generator=generator).int()
+
+    scale = ((torch.rand(n, groups, generator=generator) + 0.5) * 0.2 * k**-0.5).bfloat16()
+    codes, zeros = words(n, -(-k * bits // 32)), words(-(-n * bits // 32), groups)
+    return QuantizedWeight(codes, scale, zeros, bits, detail, (n, k))  # type: ignore[arg-type]
+
+
+def packed(n: int, k: int, kind: tuple[int, int | torch.dtype], pairs: bool, seed: int = 0) -> PackedLinear:
+    parts = [random_weight(n // 2, k, kind, seed), random_weight(n // 2, k, kind, seed + 1)]
+    return ops.pack_linear(parts, DEVICE, pairs)
+
+
+def rows(m: int, k: int, seed: int) -> Tensor:
+    """Rows of different sizes, some elements far larger than the rest."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=generator) * torch.logspace(-2, 2, m).unsqueeze(1)
+    x[:, 3] *= 50
+    return x.bfloat16().to(DEVICE)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("k", [64, 520, 2048, 4096, 5120, 14336])
+@pytest.mark.parametrize("gated", [False, True])
+def test_norm_linear_has_the_bits_of_its_parts(kind: tuple[int, int | torch.dtype], k: int, gated: bool) -> None:
+    if isinstance(kind[1], int) and kind[1] > 0 and k % kind[1]:
+        pytest.skip("groups divide K")
+    weight = packed(160, k, kind, pairs=gated)
+    assert weight.pairs == gated
+    gain = (torch.rand(k, generator=torch.Generator().manual_seed(5)) + 0.5).to(DEVICE)
+    bias = None if gated else torch.randn(160, device=DEVICE)
+    for m in (1, 2, 5, 8, 9, 16):
+        x, residual = rows(m, k, m), rows(m, k, m + 100)
+        for added, plus_one in ((residual, False), (None, True)):
+
+            def call(added: Tensor | None = added, plus_one: bool = plus_one, x: Tensor = x) -> tuple[Tensor, Tensor]:
+                return ops.norm_linear(x, gain, EPS, added, weight, bias, plus_one=plus_one, gated=gated)
+
+            want = call()
+            with cuda.fusion(True):
+                assert cuda.norm_linear_fuses(x, gain, EPS, added, weight, bias, None, plus_one, gated)
+                got = call()
+            assert want[0].isfinite().all()
+            assert torch.equal(got[0], want[0])
+            assert torch.equal(got[1], want[1])
+            assert torch.equal(want[1], x if added is None else (x.float() + added.float()).bfloat16())
+
+
+def test_strided_rows_and_fp32_logits() -> None:
+    weight = packed(320, 896, (8, -1), pairs=False)
+    gain, wide = torch.ones(896, device=DEVICE), rows(4, 1024, 1)
+    x, residual = wide[:, 64:960], rows(4, 896, 2)
+    results = []
+    for enabled in (False, True):
+        out = torch.full((4, 320), float("nan"), device=DEVICE)
+        with cuda.fusion(enabled):
+            assert ops.norm_linear(x, gain, EPS, residual, weight, None, 24, out)[0] is out
+        results.append(out)
+    assert torch.equal(*results)
+
+
+def test_what_is_not_fused_goes_through_the_parts() -> None:
+    """fp32, misaligned rows and many rows have no fused kernel."""
+    weight, gain = packed(64, 172, (8, -1), pairs=True), torch.ones(172, device=DEVICE)
+    with cuda.fusion(True):
+        for x in (rows(2, 172, 1).float(), rows(2, 172, 1), rows(40, 172, 1)):
+            assert not cuda.norm_linear_fuses(x, gain, EPS, None, weight, None, None, False, True)
+            y, h = ops.norm_linear(x, gain, EPS, None, weight, gated=True)
+            assert y.shape == (x.shape[0], 32)
+            assert h is x
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pairs_are_the_same_gate_and_up(kind: tuple[int, int | torch.dtype], dtype: torch.dtype) -> None:
+    apart, together = (packed(176, 256, kind, pairs) for pairs in (False, True))
+    assert together.pairs
+    for m in (1, 7, 16, 17, 100):
+        x = rows(m, 256, m).to(dtype) * 0.1
+        want, got = ops.linear(x, apart), ops.linear(x, together)
+        order = torch.arange(176).view(2, 11, 8).transpose(0, 1).flatten().to(DEVICE)
+        if m <= 16:
+            assert torch.equal(got, want[:, order])
+            assert torch.equal(ops.swiglu(got, pairs=True), ops.swiglu(want))
+        else:
+            assert torch.allclose(got.float(), want[:, order].float(), rtol=2e-2, atol=1e-2)
+        gate, up = want.double().chunk(2, 1)
+        truth = torch.nn.functional.silu(gate) * up
+        found = ops.swiglu(got if m <= 16 else want[:, order].contiguous(), pairs=True).double()
+        tolerance = 2.0**-8 if dtype == torch.bfloat16 else 1e-6
+        assert float((found - truth).norm() / truth.norm()) <= tolerance
+
+
+def test_parts_that_do_not_pair_stay_apart() -> None:
+    parts = [random_weight(12, 64, (8, -1), 0), random_weight(12, 64, (8, -1), 1)]
+    assert not ops.pack_linear(parts, DEVICE, pairs=True).pairs
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("m", [1, 3, 16])
+def test_small_fused_case(kind: tuple[int, int | torch.dtype], m: int) -> None:
+    weight, gain = packed(48, 128, kind, pairs=True), torch.ones(128, device=DEVICE)
+    x, residual = rows(m, 128, 1), rows(m, 128, 2)
+    want = ops.norm_linear(x, gain, EPS, residual, weight, gated=True)
+    with cuda.fusion(True):
+        got = ops.norm_linear(x, gain, EPS, residual, weight, gated=True)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
