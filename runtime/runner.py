@@ -132,7 +132,10 @@ class Runner:
             rows = self._rows(ids, positions, slots)
             vocab = self.model.config.vocab_size if wide else 0
             own = self._states[key] = SamplingState.greedy(len(ids), self.device, vocab)
-            self._steps[key] = self._recorded(rows, lambda: self._feed(rows, ops.sample(self._logits(rows), own)))
+            ids_in, positions_in = rows[0], rows[1]
+            self._steps[key] = self._recorded(
+                rows, lambda: ops.sample(self._logits(rows), own, out=ids_in, positions=positions_in)
+            )
         for target, source in zip(self._states[key].tensors(), state.tensors(), strict=True):
             if target is not None and source is not None:
                 target.copy_(source)
@@ -146,13 +149,6 @@ class Runner:
 
     def _logits(self, rows: Tensor) -> Tensor:
         return self.model.forward(Step(rows[0], rows[1], rows[2], self.cache))
-
-    @staticmethod
-    def _feed(rows: Tensor, tokens: Tensor) -> Tensor:
-        """Make the tokens the next step's ids, at the next positions."""
-        rows[0].copy_(tokens)
-        rows[1].add_(1)
-        return tokens
 
     def _recorded(self, rows: Tensor, body: Any) -> _DecodeStep:
         """`body` as a program. On CUDA it runs once before it is captured, since first use of a kernel loads it."""

@@ -16,6 +16,7 @@ state=out/gpu_check
 site=$state/site
 python=python3
 tree=
+failed=0
 
 trees() {
   for folder in "${folders[@]}"; do printf '%s=%s ' "$folder" "$(git rev-parse "HEAD:$folder")"; done | sed 's/ $//'
@@ -56,15 +57,25 @@ run_tests() {
   [[ $status -le 1 ]] # anything above is not a result
 }
 
-sanitize() {  # $1: tool. Its message is recorded where the machine refuses it.
-  local log=$state/$1.log status=0
-  timeout 480 compute-sanitizer --tool "$1" --error-exitcode 9 \
-    "$python" -m pytest -q -p no:cacheprovider -m sanitize tests > "$log" 2>&1 || status=$?
+sanitize() {  # $1: tool, in several processes with a share of the cases each. Its message is recorded where it is refused.
+  local logs=$state/$1 status=0 processes=6 pids=() share cases
+  rm -rf "$logs" && mkdir -p "$logs"
+  $python -m pytest -q --collect-only -p no:cacheprovider -m sanitize "${@:2}" | grep :: > "$logs/cases"
+  split --number=r/$processes "$logs/cases" "$logs/share."
+  for share in "$logs"/share.*; do
+    mapfile -t cases < "$share"
+    timeout 480 compute-sanitizer --tool "$1" --error-exitcode 9 \
+      "$python" -m pytest -q -p no:cacheprovider "${cases[@]}" > "$share.log" 2>&1 &
+    pids+=($!)
+  done
+  for share in "${pids[@]}"; do wait "$share" || status=$?; done
+  [[ $(grep -l "SUMMARY: 0 " "$logs"/*.log | wc -l) == "$processes" ]] || status=$((status ? status : 9))
   {
-    if [[ $status == 124 ]]; then echo "not finished after 480 s:"; fi
-    grep -E "SUMMARY|passed|failed" "$log" || tail -3 "$log"
+    echo "$(wc -l < "$logs/cases") cases in $processes processes, exit $status:"
+    for share in "$logs"/*.log; do grep -E "SUMMARY|passed|failed" "$share" || tail -3 "$share"; done
   } | tr '\n' ' ' > "$state/$1.txt"
-  echo "$1 (exit $status): $(cat "$state/$1.txt")"
+  echo "$1: $(cat "$state/$1.txt")"
+  [[ $status == 0 ]] || failed=1
 }
 
 bench() {  # $1: file of JSON lines; the rest: options
@@ -153,9 +164,10 @@ for part in "${parts[@]}"; do
   echo "== $part"
   case $part in
     tests) run_tests ;;
-    memcheck | racecheck) sanitize "$part" ;;
+    memcheck | racecheck) sanitize "$part" tests ;;
     ops) $python scripts/bench_ops.py --json "$state/ops.json" --tree "$tree" ;;
     record) write_record ;;
     *) $part ;;
   esac
 done
+exit $failed

@@ -1,7 +1,7 @@
 // Sampling without a sort. Weights exp((x - max) / temperature) are integers in units of 2^-40, so every sum is exact
-// and independent of order; top-k and top-p thresholds come from a radix search over the bits of the logits, by counts
-// or by weights. A cluster of blocks shares a row, keeps it in registers and adds up its histograms through distributed
-// shared memory; without clusters one block walks over a copy of the row.
+// and independent of order; top-k and top-p thresholds come from histograms, of counts or of weights, over ever smaller
+// ranges of values. A cluster of blocks shares a row and keeps it in registers; what its warps find travels by writes
+// into each other's shared memory, one barrier an exchange. Without clusters one block walks over a copy of the row.
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -17,185 +17,248 @@ namespace {
 namespace cg = cooperative_groups;
 
 constexpr int kThreads{1024};
+constexpr int kWarps{kThreads / kWarp};
 constexpr int kMaxBlocks{8};  // of a cluster
+constexpr int kRun{4};        // neighbouring ids of a lane; those of a warp's lanes are one run of 128
 constexpr int kBinBits{11};
 constexpr int kBins{1 << kBinBits};
+constexpr int kGroup{kBins / kWarps};      // bins that one warp adds up
 constexpr float kUnits{1099511627776.0f};  // 2^40: a sum over 2^18 tokens stays below 2^58
+constexpr float kReach{29.0f};             // e^-29 is less than half of one
 using Mass = unsigned long long;
 
+static_assert(kGroup == 2 * kWarp);
+
+__device__ __forceinline__ Mass mass_of_bin(uint2 bin) { return (static_cast<Mass>(bin.y) << 32) + bin.x; }
+
+// A value per warp of the row, by block and warp.
+template <class T>
+using PerWarp = T[kMaxBlocks][kWarps];
+
+// A range of keys in which a sum over keys, from the largest down, reaches its target.
+struct Threshold {
+  uint32_t key;   // the largest
+  uint32_t keys;  // how many
+  Mass above;     // mass of larger keys
+  Mass mass;      // of the range
+  Mass target;    // 0 as long as nothing is summed
+};
+
 struct Shared {
-  unsigned low[kBins];  // the bins' sums modulo 2^32: atomics on 64 bits of shared memory are loops
-  unsigned high[kBins];
-  Mass warps[kWarp];
-  uint64_t peak;
-  Mass total;    // this block's contribution to a sum over the cluster
-  Mass segment;  // sum over the cluster of the bins that this block adds up
-  Mass found_above;
-  uint32_t found_digit;
+  uint2 bins[2][kBins];  // sums, low words modulo 2^32 first: atomics on 64 bits of shared memory are loops
+  PerWarp<uint64_t> peaks;
+  PerWarp<Mass> sums[2];
+  Threshold found;
+  float floor;
 };
 
 // The blocks of one row. On devices without clusters a row has one block.
 struct Team {
   Shared& shared;
-  int rank;
-  int size;
+  int rank, size;
+  int turn{0};  // two buffers in turn: with a barrier a turn, nobody reads what others begin to write
 
-  __device__ void sync() const {
+  __device__ void arrive() const {
 #if __CUDA_ARCH__ >= 900
-    if (size > 1) return cg::this_cluster().sync();
+    if (size > 1) cg::this_cluster().barrier_arrive();
+#endif
+  }
+  __device__ void wait() const {
+#if __CUDA_ARCH__ >= 900
+    if (size > 1) return cg::this_cluster().barrier_wait();
 #endif
     __syncthreads();
   }
-  __device__ const Shared& of(int other) const {
+  // Where another block has `own`.
+  template <class T>
+  __device__ T* there(T* own, int other) const {
 #if __CUDA_ARCH__ >= 900
-    if (size > 1) return *cg::this_cluster().map_shared_rank(&shared, other);
+    if (size > 1) return cg::this_cluster().map_shared_rank(own, other);
 #endif
-    return shared;
+    return own;
+  }
+  // Afterwards every block has every warp's `value`, which its lanes agree on.
+  template <class T>
+  __device__ void exchange(PerWarp<T>& slots, T value) const {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    if (lane < size) *there(&slots[rank][warp], lane) = value;
+    arrive();
+    wait();
   }
 };
 
-__device__ __forceinline__ void add_to_bin(Shared& shared, unsigned bin, Mass mass) {
-  const auto low = static_cast<unsigned>(mass);
-  const unsigned before = atomicAdd(shared.low + bin, low);
-  const unsigned high = static_cast<unsigned>(mass >> 32) + (before + low < before ? 1u : 0u);
-  if (high != 0) atomicAdd(shared.high + bin, high);
-}
-
-// Inclusive sum over the block's threads up to this one, in thread order.
-__device__ __forceinline__ Mass block_scan(Mass x, Mass* scratch) {
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const auto warp_scan = [lane](Mass v) {
+// Sum over the lanes up to this one.
+__device__ __forceinline__ Mass warp_scan(Mass x) {
+  const int lane = threadIdx.x % kWarp;
 #pragma unroll
-    for (int offset = 1; offset < kWarp; offset *= 2) {
-      const Mass below = __shfl_up_sync(kAllLanes, v, offset);
-      if (lane >= offset) v += below;
-    }
-    return v;
-  };
-  x = warp_scan(x);
-  __syncthreads();
-  if (lane == kWarp - 1) scratch[warp] = x;
-  __syncthreads();
-  const Mass sums = warp_scan(scratch[lane]);
-  const Mass before = __shfl_sync(kAllLanes, sums, max(warp - 1, 0));
-  return warp == 0 ? x : x + before;
-}
-
-// Sum of every thread before this one in the row (`before`) and over the row (`all`): blocks in rank order, threads
-// within them in theirs.
-__device__ __forceinline__ void team_scan(const Team& team, Mass x, Mass& before, Mass& all) {
-  const Mass inclusive = block_scan(x, team.shared.warps);
-  if (threadIdx.x == kThreads - 1) team.shared.total = inclusive;
-  team.sync();
-  before = inclusive - x, all = 0;
-  for (int other = 0; other < team.size; ++other) {
-    const Mass total = team.of(other).total;
-    if (other < team.rank) before += total;
-    all += total;
+  for (int offset = 1; offset < kWarp; offset *= 2) {
+    const Mass below = __shfl_up_sync(kAllLanes, x, offset);
+    if (lane >= offset) x += below;
   }
-  team.sync();
+  return x;
 }
 
-struct Threshold {
-  uint32_t key;
-  Mass above;  // mass of larger keys
-  Mass total;  // mass of all
-};
+__device__ __forceinline__ Mass warp_total(Mass x) {
+  return warp_reduce(x, [](Mass a, Mass b) { return a + b; });
+}
 
-// The penalised logits that this thread owns: kPer neighbouring ids, in registers, or (kPer = 0) the part of a copy of
-// the row in device memory.
+// The largest of all lanes, by the halves of the keys.
+__device__ __forceinline__ uint64_t warp_best(uint64_t key) {
+  const auto high = static_cast<uint32_t>(key >> 32);
+  const uint32_t top = __reduce_max_sync(kAllLanes, high);
+  return static_cast<uint64_t>(top) << 32 | __reduce_max_sync(kAllLanes, high == top ? static_cast<uint32_t>(key) : 0u);
+}
+
+// Sum over the row (`all`) and over the warps before this one (`before`), blocks in rank order.
+__device__ __forceinline__ void team_scan(Team& team, Mass x, Mass& before, Mass& all) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  auto& sums = team.shared.sums[team.turn++ & 1];
+  team.exchange(sums, warp_total(x));
+  Mass ahead = 0, total = 0;
+#pragma unroll
+  for (int other = 0; other < kMaxBlocks; ++other) {
+    if (other >= team.size) continue;
+    const Mass there = sums[other][lane];
+    total += there;
+    if (other < team.rank || (other == team.rank && lane < warp)) ahead += there;
+  }
+  before = warp_total(ahead), all = warp_total(total);
+}
+
+// The penalised logits of a lane, NaN as -inf: of each of its warp's runs of 128 ids kRun neighbours. In registers, or
+// (kPer = 0) in a copy of the row in device memory.
 template <int kPer>
 struct Owned {
   float x[kPer > 0 ? kPer : 1];
   float* copy;
   int first;  // id of the first
-  int count;
+  int runs;
+  int vocab;
 
-  // f(value, id), in the order of ids.
+  // f(value, id) for one run, in the order of ids; values in registers beyond the vocabulary are -inf.
   template <class F>
-  __device__ __forceinline__ void each(F&& f) const {
+  __device__ __forceinline__ void run(int r, F&& f) {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) {
+      const int id = first + r * kRun * kWarp + i;
+      if constexpr (kPer > 0) {
+        f(x[r * kRun + i], id);
+      } else if (id < vocab) {
+        f(copy[id], id);
+      }
+    }
+  }
+  // f(r) for every run.
+  template <class F>
+  __device__ __forceinline__ void each_run(F&& f) {
     if constexpr (kPer > 0) {
 #pragma unroll
-      for (int i = 0; i < kPer; ++i)
-        if (i < count) f(x[i], first + i);
+      for (int r = 0; r < kPer / kRun; ++r) f(r);
     } else {
-      for (int i = 0; i < count; ++i) f(copy[i], first + i);
+      for (int r = 0; r < runs; ++r) f(r);
     }
+  }
+  template <class F>
+  __device__ __forceinline__ void each(F&& f) {
+    each_run([&](int r) { run(r, f); });
   }
 };
 
-// The key at which the mass, summed from the largest key down, reaches target_of(total): mass above it is less.
-// mass_of(key) is what one element adds; target in 1..total.
-template <class Row, class MassOf, class TargetOf>
-__device__ __forceinline__ Threshold radix_search(const Team& team, const Row& row, MassOf mass_of,
-                                                  TargetOf target_of) {
+// Adds up bins of falling values over the cluster and narrows `found` to the bin in which the mass reaches the target.
+// bin_of(x) is outside of 0..kBins - 1 for values that do not count, range_of(bin) gives the bin's largest key and how
+// many keys it has, target_of(sum of all bins) a target of at least 1.
+template <class Row, class BinOf, class MassOf, class TargetOf, class RangeOf>
+__device__ __forceinline__ void histogram(Team& team, Row& row, Threshold& found, BinOf bin_of, MassOf mass_of,
+                                          TargetOf target_of, RangeOf range_of) {
   Shared& shared = team.shared;
-  constexpr int kOwn{kBins / kThreads};
-  constexpr int kShifts[]{21, 10, 0};  // digits of 11, 11 and 10 bits
-  Threshold result{0, 0, 0};
-  Mass target = 0;
+  auto& bins = shared.bins[team.turn & 1];
+  auto& sums = shared.sums[team.turn++ & 1];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  for (int i = threadIdx.x; i < kBins; i += kThreads) bins[i] = {0, 0};
+  __syncthreads();
+  row.each([&](float x, int) {
+    const auto bin = static_cast<unsigned>(bin_of(x));
+    if (bin >= kBins) return;
+    const Mass mass = mass_of(x);
+    const auto low = static_cast<unsigned>(mass);
+    const unsigned before = low == 0 ? 0 : atomicAdd(&bins[bin].x, low);
+    const unsigned high = static_cast<unsigned>(mass >> 32) + (before + low < before ? 1u : 0u);
+    if (high != 0) atomicAdd(&bins[bin].y, high);
+  });
+  __syncthreads();
+  const int own = warp * kGroup + 2 * lane;
+  team.exchange(sums, warp_total(mass_of_bin(bins[own]) + mass_of_bin(bins[own + 1])));
+  if (warp == 0) {
+    Mass group = 0;  // a lane's group of bins, over all blocks
 #pragma unroll
-  for (int pass = 0; pass < 3; ++pass) {
-    const int shift = kShifts[pass], above_shift = pass == 0 ? 0 : kShifts[pass - 1];
-    const unsigned digits = pass == 2 ? kBins / 2 - 1 : kBins - 1;
-    for (int i = threadIdx.x; i < kBins; i += kThreads) shared.low[i] = shared.high[i] = 0;
-    __syncthreads();
-    row.each([&](float x, int) {
-      const uint32_t key = ordered_key(x);
-      if (pass > 0 && (key ^ result.key) >> above_shift != 0) return;
-      const Mass mass = mass_of(key);
-      if (mass != 0) add_to_bin(shared, key >> shift & digits, mass);
-    });
-    team.sync();
-    // Each block adds up its segment of the bins, rank 0 the highest; threads take bins in falling order.
-    const int segment = kBins / team.size, per_thread = (segment + kThreads - 1) / kThreads;
-    const int top_bin = kBins - 1 - team.rank * segment - static_cast<int>(threadIdx.x) * per_thread;
-    const int bins = static_cast<int>(threadIdx.x) * per_thread < segment ? per_thread : 0;
-    Mass sums[kOwn]{}, own = 0;
+    for (int other = 0; other < kMaxBlocks; ++other)
+      if (other < team.size) group += sums[other][lane];
+    const Mass groups = warp_scan(group);
+    const Mass target = found.target != 0 ? found.target : target_of(__shfl_sync(kAllLanes, groups, kWarp - 1));
+    Mass above = found.above + groups - group;
+    const int which = __ffs(__ballot_sync(kAllLanes, above < target && above + group >= target)) - 1;
+    above = __shfl_sync(kAllLanes, above, which);
+    const int first = which * kGroup + 2 * lane;
+    Mass left = 0, right = 0;
 #pragma unroll
-    for (int b = 0; b < kOwn; ++b) {
-      if (b >= bins) continue;
-      for (int other = 0; other < team.size; ++other) {
-        const Shared& there = team.of(other);
-        sums[b] += (static_cast<Mass>(there.high[top_bin - b]) << 32) + there.low[top_bin - b];
-      }
-      own += sums[b];
+    for (int other = 0; other < kMaxBlocks; ++other) {
+      if (other >= team.size) continue;
+      const uint4 pair = *reinterpret_cast<const uint4*>(team.there(&bins[first], other));
+      left += mass_of_bin({pair.x, pair.y}), right += mass_of_bin({pair.z, pair.w});
     }
-    const Mass inclusive = block_scan(own, shared.warps);
-    if (threadIdx.x == kThreads - 1) shared.segment = inclusive;
-    team.sync();
-    Mass before = result.above, all = 0;  // before this block's segment
-    for (int other = 0; other < team.size; ++other) {
-      const Mass there = team.of(other).segment;
-      if (other < team.rank) before += there;
-      all += there;
-    }
-    if (pass == 0) {
-      result.total = all;
-      target = target_of(all);
-    }
-    Mass above = before + inclusive - own;
-    if (threadIdx.x == 0) shared.found_digit = kBins;  // no digit found here
-    __syncthreads();
-#pragma unroll
-    for (int b = 0; b < kOwn; ++b) {
-      if (above < target && above + sums[b] >= target) {
-        shared.found_digit = top_bin - b;
-        shared.found_above = above;
-      }
-      above += sums[b];
-    }
-    team.sync();
-    uint32_t digit = 0;
-    for (int other = 0; other < team.size; ++other) {
-      if (team.of(other).found_digit == kBins) continue;
-      digit = team.of(other).found_digit;
-      result.above = team.of(other).found_above;
-    }
-    result.key |= digit << shift;
+    above += warp_scan(left + right) - left - right;
+    const bool in_left = above + left >= target;
+    const int holder = __ffs(__ballot_sync(kAllLanes, above < target && above + left + right >= target)) - 1;
+    Threshold narrow{0, 0, in_left ? above : above + left, in_left ? left : right, target};
+    range_of(__shfl_sync(kAllLanes, in_left ? first : first + 1, holder), narrow.key, narrow.keys);
+    if (lane == holder) shared.found = narrow;
   }
-  team.sync();  // every block has read what was found
-  return result;
+  __syncthreads();
+  found = shared.found;
+}
+
+// The key at which the mass, summed from the largest value down, reaches target_of(mass of all): mass above it is less.
+// Values below `floor` do not count. `reach` below the peak is where most of the mass is.
+template <class Row, class MassOf, class TargetOf>
+__device__ __forceinline__ Threshold search(Team& team, Row& row, float peak, float floor, float reach, MassOf mass_of,
+                                            TargetOf target_of) {
+  Threshold found{ordered_key(peak), ordered_key(peak) - ordered_key(floor) + 1, 0, 0, 0};
+  // First by equal steps of the distance to the peak: keys would crowd at the exponents that most logits share.
+  const float scale = static_cast<float>(kBins - 1) / fmaxf(fminf(reach, peak - floor), 1e-30f);
+  const auto step_of = [=](float x) { return min(kBins - 1, static_cast<int>((peak - x) * scale)); };
+#pragma unroll 1
+  for (bool steps = true; steps || found.keys > 1; steps = false) {
+    const uint32_t key = found.key, keys = found.keys;
+    const int shift = max(0, kWarp - __clz(static_cast<int>(keys - 1)) - kBinBits);
+    const auto bin_of = [&](float x) {
+      const uint32_t below = key - ordered_key(x);  // wraps above the range
+      if (below >= keys) return -1;
+      return steps ? step_of(x) : static_cast<int>(below >> shift);
+    };
+    const auto range_of = [&](int bin, uint32_t& largest, uint32_t& count) {
+      if (!steps) {
+        largest = key - (static_cast<uint32_t>(bin) << shift);
+        count = min(1u << shift, keys - (key - largest));
+        return;
+      }
+      // Two lanes find the least keys of this step and of the one before it.
+      const int wanted = bin - static_cast<int>(threadIdx.x % 2);
+      uint32_t low = key - (keys - 1), high = key + 1;
+      while (low < high) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (step_of(value_of(middle)) <= wanted) {
+          high = middle;
+        } else {
+          low = middle + 1;
+        }
+      }
+      const uint32_t least = __shfl_sync(kAllLanes, low, 0);
+      largest = __shfl_sync(kAllLanes, low, 1) - 1;
+      count = largest - least + 1;
+    };
+    histogram(team, row, found, bin_of, mass_of, target_of, range_of);
+  }
+  return found;
 }
 
 // Philox-4x32-10, first word (Salmon et al. 2011).
@@ -227,30 +290,38 @@ __device__ __forceinline__ float penalised(const SamplingArgs& a, float x, int64
   return x;
 }
 
+// The part of warp `warp` of the `warps` that share the row.
 template <int kPer>
-__device__ __forceinline__ Owned<kPer> read_row(const SamplingArgs& a, int64_t row, int thread, int threads) {
+__device__ __forceinline__ Owned<kPer> read_row(const SamplingArgs& a, int64_t row, int warp, int warps) {
+  constexpr int kIds{kRun * kWarp};  // of a run
   Owned<kPer> own;
-  const int per = kPer > 0 ? kPer : (a.vocab + threads - 1) / threads;
-  own.first = min(a.vocab, thread * per);
-  own.count = min(per, a.vocab - own.first);
-  const float* const logits = a.logits + row * a.logits_stride + own.first;
+  own.runs = kPer > 0 ? kPer / kRun : (a.vocab + warps * kIds - 1) / (warps * kIds);
+  own.first = warp * own.runs * kIds + static_cast<int>(threadIdx.x) % kWarp * kRun;
+  own.vocab = a.vocab;
+  own.copy = a.workspace + row * a.vocab;
+  const float* const logits = a.logits + row * a.logits_stride;
   const bool plain = a.bias == nullptr && a.counts == nullptr && a.prompt == nullptr;
   if constexpr (kPer > 0) {
-    if (own.count == kPer && reinterpret_cast<uintptr_t>(logits) % 16 == 0) {
+    const bool wide = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
 #pragma unroll
-      for (int i = 0; i < kPer; i += 4) read_16(logits + i, own.x[i], own.x[i + 1], own.x[i + 2], own.x[i + 3]);
-    } else {
+    for (int i = 0; i < kPer; ++i) own.x[i] = -INFINITY;
+    own.each_run([&](int r) {
+      const int id = own.first + r * kIds;
+      float* const x = own.x + r * kRun;
+      if (wide && id + kRun <= a.vocab) {
+        read_16(logits + id, x[0], x[1], x[2], x[3]);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kPer; ++i) own.x[i] = i < own.count ? logits[i] : -INFINITY;
-    }
-    if (!plain) {
-#pragma unroll
-      for (int i = 0; i < kPer; ++i)
-        if (i < own.count) own.x[i] = penalised(a, own.x[i], row, own.first + i);
-    }
+        for (int i = 0; i < kRun; ++i)
+          if (id + i < a.vocab) x[i] = logits[id + i];
+      }
+    });
+    own.each([&](float& x, int id) {
+      if (!plain && id < a.vocab) x = penalised(a, x, row, id);
+      x = fmaxf(x, -INFINITY);  // NaN too becomes -inf
+    });
   } else {
-    own.copy = a.workspace + row * a.vocab + own.first;
-    for (int i = 0; i < own.count; ++i) own.copy[i] = penalised(a, logits[i], row, own.first + i);
+    own.each([&](float& x, int id) { x = fmaxf(penalised(a, logits[id], row, id), -INFINITY); });
   }
   return own;
 }
@@ -258,82 +329,125 @@ __device__ __forceinline__ Owned<kPer> read_row(const SamplingArgs& a, int64_t r
 __device__ __forceinline__ void finish(const SamplingArgs& a, int64_t row, int token) {
   a.ids[row] = token;
   a.steps[row] += 1;
+  if (a.positions != nullptr) a.positions[row] += 1;
   if (a.counts != nullptr && token >= 0) a.counts[row * a.vocab + token] += 1;
+}
+
+// A value that at least top_k tokens reach, or -inf: where the row has that many warps, the top_k-th of their peaks.
+__device__ __forceinline__ float floor_of(const Team& team, int top_k) {
+  Shared& shared = team.shared;
+  const uint64_t* const peaks = shared.peaks[0];
+  const int count = team.size * kWarps, parts = kThreads / (kMaxBlocks * kWarps);  // threads that look at one peak
+  if (threadIdx.x == 0) shared.floor = -INFINITY;
+  __syncthreads();
+  const int mine = static_cast<int>(threadIdx.x) / parts;
+  int larger = 0;
+  if (mine < count)
+    for (int i = static_cast<int>(threadIdx.x) % parts; i < count; i += parts) larger += peaks[i] > peaks[mine];
+#pragma unroll
+  for (int offset = parts / 2; offset > 0; offset /= 2) larger += __shfl_xor_sync(kAllLanes, larger, offset);
+  if (mine < count && larger == top_k - 1) shared.floor = value_of(static_cast<uint32_t>(peaks[mine] >> 32));
+  __syncthreads();
+  return shared.floor;
 }
 
 // Grid (blocks of a row, rows), one cluster a row.
 template <int kPer>
-__global__ void __launch_bounds__(kThreads) sample_kernel(SamplingArgs a) {
+__global__ void __launch_bounds__(kThreads, 1) sample_kernel(SamplingArgs a) {
   __shared__ Shared shared;
-  __shared__ uint64_t scratch[kWarp];
+  Team team{shared, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+  team.arrive();  // awaited before anything is written to other blocks: by then they run
   dependency_wait();
   dependency_release();
-  const Team team{shared, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
   const int64_t row = blockIdx.y;
-  const float temperature = a.temperature[row], top_p = a.top_p[row], min_p = a.min_p[row];
-  const int top_k = a.top_k[row];
-  const uint32_t random = philox(a.seeds[row], static_cast<uint64_t>(a.steps[row]));
-  const Owned<kPer> own =
-      read_row<kPer>(a, row, team.rank * kThreads + static_cast<int>(threadIdx.x), team.size * kThreads);
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
+  const float temperature = a.temperature[row];
+  const auto seed = a.seeds[row], step = static_cast<uint64_t>(a.steps[row]);
+  Owned<kPer> own = read_row<kPer>(a, row, team.rank * kWarps + warp, team.size * kWarps);
 
+  float largest = -INFINITY;
+  own.each([&](float x, int) { largest = fmaxf(largest, x); });
+  largest = value_of(__reduce_max_sync(kAllLanes, ordered_key(largest)));
+  uint32_t id_of_largest = ~0u;
+  own.each([&](float x, int id) {
+    if (x == largest) id_of_largest = min(id_of_largest, static_cast<uint32_t>(id));
+  });
+  team.wait();
+  team.exchange(shared.peaks, ranked_key(largest, __reduce_min_sync(kAllLanes, id_of_largest)));
   uint64_t best = 0;
-  own.each([&](float x, int id) { best = max(best, ranked_key(x, static_cast<uint32_t>(id))); });
-  best = block_reduce(best, uint64_t{0}, scratch, [](uint64_t x, uint64_t y) { return x > y ? x : y; });
-  if (threadIdx.x == 0) shared.peak = best;
-  team.sync();
-  for (int other = 0; other < team.size; ++other) best = max(best, team.of(other).peak);
+#pragma unroll
+  for (int other = 0; other < kMaxBlocks; ++other)
+    if (other < team.size) best = max(best, shared.peaks[other][lane]);
+  best = warp_best(best);
   const float peak = value_of(static_cast<uint32_t>(best >> 32));
   if (temperature == 0.0f || !isfinite(peak)) {
-    team.sync();  // no block leaves while another reads its shared memory
     if (team.rank == 0 && threadIdx.x == 0)
       finish(a, row, isfinite(peak) ? static_cast<int>(~static_cast<uint32_t>(best)) : -1);
     return;
   }
 
-  const float divisor = fmaxf(temperature, 1e-30f);
-  uint32_t lowest = 0;  // the least key that may be drawn
-  const auto weight_of = [&](uint32_t key) { return expf((value_of(key) - peak) / divisor); };
-  const auto mass_of = [&](uint32_t key) -> Mass { return key < lowest ? 0 : __float2ull_rn(weight_of(key) * kUnits); };
-  if (top_k > 0 && top_k < a.vocab) {
-    lowest =
-        radix_search(team, own, [](uint32_t) { return Mass{1}; }, [&](Mass) { return static_cast<Mass>(top_k); }).key;
-  }
-  Mass equals_kept = ~Mass{0};  // of the tokens with key `lowest`, this many of the lowest ids stay
-  if (top_p < 1.0f) {
-    Mass target = 0;
-    const Threshold t = radix_search(team, own, mass_of, [&](Mass total) {
-      const double wanted = ceil(static_cast<double>(top_p) * static_cast<double>(total));
-      return target = max(Mass{1}, min(total, static_cast<Mass>(wanted)));
+  const float min_p = a.min_p[row];
+  const float inverse = 1.4426950408889634f / fmaxf(temperature, 1e-30f);  // weights are powers of 2
+  const auto weight_of = [=](float x) { return exp2_fast((x - peak) * inverse); };
+  float floor = -INFINITY;  // the least that may be drawn
+  const auto mass_of = [=](float x) -> Mass { return __float2ull_rn(weight_of(x) * kUnits); };
+#pragma unroll 1
+  for (int filter = 0; filter < 2; ++filter) {
+    const bool by_count = filter == 0;
+    const int top_k = a.top_k[row];
+    const float top_p = a.top_p[row];
+    if (by_count ? top_k <= 0 || top_k >= a.vocab : top_p >= 1.0f) continue;
+    if (by_count) floor = floor_of(team, top_k);
+    const auto target_of = [&](Mass all) {
+      if (by_count) return static_cast<Mass>(top_k);
+      const double wanted = ceil(static_cast<double>(top_p) * static_cast<double>(all));
+      return max(Mass{1}, min(all, static_cast<Mass>(wanted)));
+    };
+    const float reach = by_count && floor > -INFINITY ? INFINITY : kReach * temperature;
+    const auto weigh = [=](float x) { return by_count ? Mass{1} : mass_of(x); };
+    const Threshold t = search(team, own, peak, floor, reach, weigh, target_of);
+    floor = value_of(t.key);
+    if (by_count) continue;
+    // Of the tokens at the threshold the first ones stay, as many as it takes.
+    const Mass each = mass_of(floor), kept = (t.target - t.above + each - 1) / each;
+    if (kept * each >= t.mass) continue;
+    Mass equals = 0, seen = 0, all = 0;
+    own.each([&](float x, int) { equals += x == floor; });
+    team_scan(team, equals, seen, all);
+    own.each_run([&](int r) {
+      Mass count = 0;
+      own.run(r, [&](float x, int) { count += x == floor; });
+      const Mass inclusive = warp_scan(count);
+      Mass before = seen + inclusive - count;
+      own.run(r, [&](float& x, int) {
+        if (x == floor && before++ >= kept) x = -INFINITY;
+      });
+      seen += __shfl_sync(kAllLanes, inclusive, kWarp - 1);
     });
-    const Mass each = mass_of(t.key);
-    equals_kept = (target - t.above + each - 1) / each;
-    lowest = t.key;
   }
 
-  Mass equals = 0, equals_before = 0, unused = 0;
-  if (equals_kept != ~Mass{0}) {
-    own.each([&](float x, int) { equals += ordered_key(x) == lowest; });
-    team_scan(team, equals, equals_before, unused);
-  }
-  Mass seen = equals_before;
-  const auto drawn_mass = [&](float x) -> Mass {
-    const uint32_t key = ordered_key(x);
-    if (key == lowest && seen++ >= equals_kept) return 0;
-    return weight_of(key) >= min_p ? mass_of(key) : 0;
-  };
+  const auto drawn_mass = [=](float x) -> Mass { return x >= floor && weight_of(x) >= min_p ? mass_of(x) : 0; };
   Mass mass = 0, before = 0, total = 0;
   own.each([&](float x, int) { mass += drawn_mass(x); });
   team_scan(team, mass, before, total);
   // floor(total * random / 2^32): the token is the first whose cumulative mass exceeds it.
+  const Mass random = philox(seed, step);
   const Mass point = (total >> 32) * random + ((total & 0xffffffffu) * random >> 32);
-  if (point < before || point >= before + mass) return;
-  seen = equals_before;
-  int token = -1;
-  own.each([&](float x, int id) {
-    before += drawn_mass(x);
-    if (token < 0 && before > point) token = id;
+  if (point < before || point >= before + warp_total(mass)) return;
+  own.each_run([&](int r) {
+    Mass sum = 0;
+    own.run(r, [&](float x, int) { sum += drawn_mass(x); });
+    const Mass inclusive = warp_scan(sum);
+    Mass first = before + inclusive - sum;
+    before += __shfl_sync(kAllLanes, inclusive, kWarp - 1);
+    if (point < first || point >= first + sum) return;
+    int token = -1;
+    own.run(r, [&](float x, int id) {
+      first += drawn_mass(x);
+      if (token < 0 && first > point) token = id;
+    });
+    finish(a, row, token);
   });
-  finish(a, row, token);
 }
 
 }  // namespace

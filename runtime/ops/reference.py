@@ -183,7 +183,7 @@ def token_weights(x: Tensor, temperature: float, top_k: int, top_p: float, min_p
     return torch.where(weights >= min_p, weights, 0.0)
 
 
-def sample(logits: Tensor, state: SamplingState) -> Tensor:
+def sample(logits: Tensor, state: SamplingState, out: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
     ids = []
     for row, x in enumerate(penalised(logits, state)):
         filters = (state.temperature, state.top_k, state.top_p, state.min_p)
@@ -199,7 +199,9 @@ def sample(logits: Tensor, state: SamplingState) -> Tensor:
         if state.counts is not None and ids[-1] >= 0:
             state.counts[row, ids[-1]] += 1
     state.steps.add_(1)
-    return torch.tensor(ids, dtype=torch.int32)
+    if positions is not None:
+        positions.add_(1)
+    return (torch.empty(len(ids), dtype=torch.int32) if out is None else out).copy_(torch.tensor(ids))
 
 
 __all__ = [

@@ -8,6 +8,10 @@ import torch
 from nibblelm import LLM, SamplingParams, convert, ops
 from nibblelm.errors import DeviceError
 from nibblelm.memory import require_memory
+from nibblelm.models import family
+from nibblelm.ops import SamplingState, cuda
+from nibblelm.random_weights import RandomWeights
+from nibblelm.runner import Runner
 
 USABLE, REASON = ops.cuda_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]
@@ -99,6 +103,40 @@ def test_sampling_on_the_device_repeats_and_follows_the_seed(demo: Path) -> None
     same = next((i for i, (a, b) in enumerate(zip(host, first[0].token_ids, strict=False)) if a != b), len(host))
     print(f"device and host samplers agree for {same} of {len(host)} tokens")
     assert same >= 20
+
+
+@pytest.mark.parametrize(("bits", "batch"), [(4, 1), (8, 3)])
+def test_programmatic_launches_change_nothing(bits: int, batch: int) -> None:
+    """A kernel that touches what a step changes before the kernel ahead is done shows here, and in no tool."""
+    raw = {
+        "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu", "hidden_size": 256,
+        "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "vocab_size": 5000, "max_position_embeddings": 4096, "rope_theta": 10000.0,
+    }  # fmt: skip
+    device, steps = torch.device("cuda"), 2000
+    module = family(raw)
+    config = module.read_config(raw)
+    model = module.Model(RandomWeights(device, torch.bfloat16, 24, bits, -1), config, steps + 8)
+    prompts = [[3 + i, 1, 4, 1, 5] for i in range(batch)]
+    state = SamplingState.greedy(batch, torch.device("cpu"))
+    state.temperature.fill_(1.0)
+    state.top_p.fill_(0.95)
+
+    def generate(runner: Runner) -> list[list[int]]:
+        for slot, prompt in enumerate(prompts):
+            runner.prefill(prompt, slot)
+        sampled = runner.sampled_steps([7] * batch, list(range(batch)), state)
+        return [sampled.next(last=i == steps - 1) for i in range(steps)]
+
+    runners = [Runner(model, device, torch.bfloat16, steps + 8) for _ in range(2)]
+    with torch.inference_mode():
+        for runner in runners:
+            runner.reserve(batch)
+        with cuda.programmatic_launch(False):
+            want = generate(runners[0])
+        assert len({token for step in want for token in step}) > 500
+        for _ in range(20):
+            assert generate(runners[1]) == want
 
 
 def test_context_limit(demo: Path) -> None:

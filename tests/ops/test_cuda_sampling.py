@@ -33,12 +33,19 @@ def state_of(rows: int, vocab: int, device: torch.device, fields: dict[str, floa
     return state
 
 
-@pytest.mark.sanitize
-@pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("vocab", [1, 17, 331, 5000, 40000, 151936])
-def test_tokens_of_the_reference(vocab: int, filters: dict[str, float]) -> None:
+# For the sanitizers every instantiation (a block, clusters of 2 and 8, all sizes of a thread's share) and every filter.
+SANITIZED = {(331, 6), (331, 7), (5000, 0), (5000, 6), (40000, 7), (151936, 6)}
+CASES = [
+    pytest.param(vocab, i, marks=[pytest.mark.sanitize] if (vocab, i) in SANITIZED else [])
+    for vocab in (1, 17, 331, 5000, 40000, 151936)
+    for i in range(len(FILTERS))
+]
+
+
+@pytest.mark.parametrize(("vocab", "filters"), CASES)
+def test_tokens_of_the_reference(vocab: int, filters: int) -> None:
     """Three rows, three steps. Sums of fp32 exponentials against float64: one draw in a million may differ."""
-    here, there = (state_of(3, vocab, d, filters) for d in (torch.device("cpu"), DEVICE))
+    here, there = (state_of(3, vocab, d, FILTERS[filters]) for d in (torch.device("cpu"), DEVICE))
     g = torch.Generator().manual_seed(vocab)
     bias, prompt = torch.randn(3, vocab, generator=g), torch.rand(3, vocab, generator=g).round().to(torch.uint8)
     for state in (here, there):
@@ -65,6 +72,45 @@ def test_many_draws_and_ties(filters: dict[str, float]) -> None:
         int((ops.sample(logits.to(DEVICE), there).cpu() != reference.sample(logits, here)).sum()) for _ in range(2)
     )
     assert differ <= 1
+
+
+@pytest.mark.parametrize("vocab", [300, 5000, 40000])
+@pytest.mark.parametrize("top_p", [1.0, 0.47, 1e-6, 0.999])
+@pytest.mark.parametrize("top_k", [0, 1, 40, 299, 4000])
+def test_hard_rows(vocab: int, top_k: int, top_p: float) -> None:
+    """Rows that leave a coarse search nothing to go by: all equal, few values, both zeros, denormals, huge, masked."""
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(12, vocab, generator=g)
+    x[0] = 2.0
+    x[1] = (x[1] > 0.5).float()
+    x[2] = torch.where(x[2] > 0, 0.0, -0.0)
+    x[3] *= 1e-39
+    x[4] *= 1e30
+    x[5, x[5] < 1.5] = -torch.inf
+    x[6] = x[6].round()
+    x[7] = x[7] * 1e-6 + 100
+    x[8] = -(x[8].abs()) - 1e4
+    x[9, ::3] = torch.nan
+    x[10] = -torch.inf
+    x[10, vocab // 2] = 1.0
+    here, there = (state_of(12, 0, d, {"top_k": top_k, "top_p": top_p}) for d in (torch.device("cpu"), DEVICE))
+    for state in (here, there):
+        state.temperature.copy_(torch.tensor([1.0, 0.5, 1, 1e-40, 1e29, 1, 2, 1e-6, 3, 0.3, 1, 0]))
+    for _ in range(4):
+        want = reference.sample(x.nan_to_num(-torch.inf, torch.inf, -torch.inf), here)
+        assert ops.sample(x.to(DEVICE), there).tolist() == want.tolist()
+
+
+def test_the_next_step_s_inputs_are_written() -> None:
+    logits = torch.randn(5, 4099, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    rows = torch.tensor([[9] * 5, [1, 7, 0, 100, 3]], dtype=torch.int32, device=DEVICE)
+    for fields in ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}):
+        want = ops.sample(logits, state_of(5, 0, DEVICE, fields)).tolist()
+        ids, before = rows[0], rows[1].tolist()
+        assert ops.sample(logits, state_of(5, 0, DEVICE, fields), out=ids, positions=rows[1]) is ids
+        assert rows.tolist() == [want, [p + 1 for p in before]]
+    with pytest.raises(ValueError, match="out and positions"):
+        ops.sample(logits, state_of(5, 0, DEVICE, {}), out=rows[0, :4])
 
 
 def chi_square(draws: Tensor, weights: Tensor) -> float:
