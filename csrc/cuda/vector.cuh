@@ -67,6 +67,13 @@ __device__ __forceinline__ void load_constant(const float* p, float (&x)[V]) {
   }
 }
 
+// 2^x to two units in the last place; results below the normal range are 0.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two fp32 values as one word of two 16-bit values, `low` in the low half.
 template <class T>
 __device__ __forceinline__ uint32_t pack2(float low, float high) {

@@ -346,11 +346,14 @@ def argmax(x: Tensor) -> Tensor:
     return backend(x.device).argmax(x)
 
 
-def sample(logits: Tensor, state: SamplingState) -> Tensor:
+def sample(logits: Tensor, state: SamplingState, out: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
     """The next token of each row: logits (M, V) fp32 -> ids (M,) int32, -1 where no logit is finite.
 
     Penalties, temperature, top-k, top-p, min-p and the draw are those of `nibblelm.sampler`, to rounding; the
     random numbers are a function of seed and step alone. Updates `state.steps` and `state.counts`, so a captured
     call goes on by itself. CPU: through the reference.
+
+    out        (M,) int32, contiguous: where the ids go, so that the next step's inputs are written here; returned
+    positions  (M,) int32, contiguous: 1 is added to each, in place
     """
-    return _kernels(logits.device, "sample").sample(logits, state)
+    return _kernels(logits.device, "sample").sample(logits, state, out, positions)

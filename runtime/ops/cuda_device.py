@@ -19,7 +19,7 @@ except ImportError as error:
     _LOAD_ERROR = str(error)
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_programmatic: ContextVar[bool] = ContextVar("programmatic_launch", default=False)
+_programmatic: ContextVar[bool | None] = ContextVar("programmatic_launch", default=None)
 _fused: ContextVar[bool] = ContextVar("fusion", default=False)
 
 
@@ -45,12 +45,15 @@ def require() -> None:
 
 def launch_args() -> tuple[int, bool]:
     """(stream, programmatic): the last two arguments of every launcher."""
-    return torch.cuda.current_stream().cuda_stream, _programmatic.get()
+    return torch.cuda.current_stream().cuda_stream, bool(_programmatic.get())
 
 
 @contextmanager
 def programmatic_launch(enabled: bool) -> Iterator[None]:
-    """Let the block's kernels start before the kernel ahead of them has finished (sm_90 and later)."""
+    """Whether the block's kernels may start before the kernel ahead of them has finished (sm_90 and later).
+
+    Outside of any such block they may where they are captured, and may not where they are called.
+    """
     token = _programmatic.set(enabled)
     try:
         yield
@@ -97,7 +100,7 @@ def capture(device: torch.device) -> Iterator[Program]:
     program = Program()
     with (
         torch.cuda.device(device),
-        programmatic_launch(True),
+        programmatic_launch(_programmatic.get() is not False),
         fusion(True),
         torch.cuda.graph(program.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
     ):

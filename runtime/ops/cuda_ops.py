@@ -346,16 +346,18 @@ def argmax(x: Tensor) -> Tensor:
     return y
 
 
-def sample(logits: Tensor, state: SamplingState) -> Tensor:
+def sample(logits: Tensor, state: SamplingState, out: Tensor | None, positions: Tensor | None) -> Tensor:
     m, vocab = logits.shape
     _require(
-        logits.dtype == torch.float32 and logits.stride(1) == 1 and state.rows == m and state.vocab_size in {0, vocab},
-        "sample", f"logits ({state.rows}, {state.vocab_size or 'V'}) fp32", logits,
+        logits.dtype == torch.float32 and logits.stride(1) == 1 and state.rows == m and state.vocab_size in {0, vocab}
+        and _vector(out, m, torch.int32) and _vector(positions, m, torch.int32),
+        "sample", f"logits ({state.rows}, {state.vocab_size or 'V'}) fp32, out and positions (M,) int32",
+        logits, out, positions,
     )  # fmt: skip
-    ids = torch.empty(m, dtype=torch.int32, device=logits.device)
+    ids = torch.empty(m, dtype=torch.int32, device=logits.device) if out is None else out
     workspace = torch.empty(m, vocab, dtype=torch.float32, device=logits.device)
     kernels.sample(
         logits.data_ptr(), workspace.data_ptr(), ids.data_ptr(),
-        *(_address(t) for t in state.tensors()), logits.stride(0), m, vocab, *launch_args(),
+        *(_address(t) for t in state.tensors()), _address(positions), logits.stride(0), m, vocab, *launch_args(),
     )  # fmt: skip
     return ids
