@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nibblelm import ops
-from nibblelm.ops import cuda_ops
+from nibblelm.ops import cuda_device, cuda_ops
 from nibblelm.ops.types import SamplingState
 
 BF16 = torch.bfloat16
@@ -45,7 +45,7 @@ def triton_softmax(warps: int, x: Tensor) -> Tensor:
 
 
 def bench_softmax(limits: Limits, quick: bool) -> Iterator[Row]:
-    sizes = [128, 1024, 8192, 32768, 128256, 131072] if quick else [2**n for n in range(7, 18)] + [128256]
+    sizes = [128, *(2**n for n in range(10, 18)), 128256] if quick else [2**n for n in range(7, 18)] + [128256]
     for columns in sorted(sizes):
         rows = 2**27 // columns
         buffers = [torch.randn(rows, columns, device=DEVICE) for _ in range(2)]
@@ -90,8 +90,8 @@ def caches(length: int, batch: int, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def bench_decode_attention(limits: Limits, quick: bool) -> Iterator[Row]:
-    """32 query and 8 KV heads of 128, bf16; the KV cache is read once."""
-    cases = [(1024, 1), (8192, 1), (32768, 1), (131072, 1)] + ([] if quick else [(128, 1), (4096, 32)])
+    """32 query and 8 KV heads of 128, bf16; the KV cache is read once. SDPA has neither rotation nor KV write."""
+    cases = [(256, 1), (1024, 1), (8192, 1), (32768, 1), (131072, 1)] + ([] if quick else [(128, 1), (4096, 32)])
     for length, batch in cases:
         q = torch.randn(batch, 32, 128, device=DEVICE).to(BF16)
         nbytes = 2 * batch * 8 * length * 128 * 2
@@ -105,8 +105,17 @@ def bench_decode_attention(limits: Limits, quick: bool) -> Iterator[Row]:
         def sdpa(kv: Any, q: Tensor = q) -> Tensor:
             return functional.scaled_dot_product_attention(q.unsqueeze(2), *kv, enable_gqa=True)
 
+        qkv, cos = torch.randn(batch, 48, 128, device=DEVICE).to(BF16), torch.rand(length, 64, device=DEVICE)
+        places = (qkv, positions, slots, cos, cos)
+
+        def fused(kv: Any, places: tuple[Tensor, ...] = places) -> Tensor:
+            return ops.rope_attention(*places, *kv, 128**-0.5)
+
         time, base = time_us(ours, pairs), time_us(sdpa, pairs)
         yield moving("decode", f"B={batch} L={length}", "bf16", nbytes, time, limits.read_gb_s, "SDPA", base)
+        with cuda_device.fusion(True):
+            time = time_us(fused, pairs)
+        yield moving("rope_attention", f"B={batch} L={length}", "bf16", nbytes, time, limits.read_gb_s, "SDPA", base)
         del pairs
         torch.cuda.empty_cache()
 
@@ -147,14 +156,21 @@ def bench_small(limits: Limits, quick: bool) -> Iterator[Row]:
         yield moving("argmax", f"{rows}x128256", "fp32", nbytes, time, peak, "torch.argmax", base)
         if rows > 16:
             continue
-        for name, fields in (("T", {}), ("T top-p", {"top_p": 0.95}), ("T top-k top-p", {"top_p": 0.95, "top_k": 50})):
+        drawn = ("softmax+multinomial", time_us(lambda x: torch.multinomial(torch.softmax(x / 0.8, -1), 1), buffers))
+        for name, fields in (
+            ("greedy", {"temperature": 0.0}),
+            ("T", {}),
+            ("T top-p", {"top_p": 0.95}),
+            ("T top-k top-p", {"top_p": 0.95, "top_k": 50}),
+        ):
             state = SamplingState.greedy(rows, DEVICE)
             state.temperature.fill_(0.8)
             for field, value in fields.items():
                 getattr(state, field).fill_(value)
-            time = time_us(lambda x, state=state: ops.sample(x, state), buffers)
-            base = time_us(lambda x: torch.multinomial(torch.softmax(x / 0.8, -1), 1), buffers)
-            yield moving("sample", f"{rows}x128256 {name}", "fp32", nbytes, time, peak, "softmax+multinomial", base)
+            ids, positions = torch.zeros(2, rows, device=DEVICE).int().unbind()
+            time = time_us(lambda x, s=state, i=ids, p=positions: ops.sample(x, s, out=i, positions=p), buffers)
+            baseline = ("torch.argmax", base) if name == "greedy" else drawn
+            yield moving("sample", f"{rows}x128256 {name}", "fp32", nbytes, time, peak, *baseline)
     qkv = [torch.randn(1, 48, 128, device=DEVICE).to(BF16) for _ in range(8)]
     cos = torch.rand(8192, 64, device=DEVICE)
     kv, slot = caches(8192, 1, 1)[0], torch.zeros(1, device=DEVICE).int()

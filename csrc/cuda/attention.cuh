@@ -19,8 +19,14 @@ struct Interval {
   int end;
 };
 
-__device__ __forceinline__ Interval attended(const AttentionArgs& a, int64_t row) {
-  const int slot = a.slots[row], position = a.positions[row];
+// Without prefix, starts and mask.
+__device__ __forceinline__ Interval attended_plain(const AttentionArgs& a, int slot, int position) {
+  if (slot < 0 || slot >= a.slot_count) return {0, 0};
+  const int end = max(0, min(position + 1, static_cast<int>(a.capacity)));
+  return {a.window > 0 ? min(max(0, position + 1 - a.window), end) : 0, end};
+}
+
+__device__ __forceinline__ Interval attended(const AttentionArgs& a, int64_t row, int slot, int position) {
   if (slot < 0 || slot >= a.slot_count) return {0, 0};
   int end = position + 1, first = 0;
   if (a.prefix != nullptr) end = max(end, a.prefix[row]);
@@ -29,6 +35,10 @@ __device__ __forceinline__ Interval attended(const AttentionArgs& a, int64_t row
   if (a.window > 0) first = max(0, position + 1 - a.window);
   if (a.starts != nullptr) first = max(first, a.starts[slot]);
   return {min(first, max(end, 0)), max(end, 0)};
+}
+
+__device__ __forceinline__ Interval attended(const AttentionArgs& a, int64_t row) {
+  return attended(a, row, a.slots[row], a.positions[row]);
 }
 
 // 16 bytes to shared memory by cp.async, zeros where they are not wanted.
@@ -45,19 +55,12 @@ __device__ __forceinline__ const void* cache_row(const void* cache, const Attent
 // The score of q . k = `dot` at position p, times log2(e). Without options only the scale is applied.
 template <bool kOptions>
 __device__ __forceinline__ float score(const AttentionArgs& a, float dot, int64_t row, int position, int head, int p) {
-  if constexpr (!kOptions) return dot * (a.scale * kLog2e);
+  if constexpr (!kOptions) return __fmul_rn(dot, a.scale * kLog2e);  // the same bits wherever it is inlined
   float s = dot * a.scale;
   if (a.softcap > 0.0f) s = a.softcap * tanhf(s / a.softcap);
   if (a.slopes != nullptr) s += a.slopes[head] * static_cast<float>(p - position);
   if (a.mask != nullptr) s += a.mask[row * a.mask_stride + p];
   return s * kLog2e;
-}
-
-// 2^x to two units in the last place; results below the normal range are 0.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // 2^(x - m), 0 where nothing has been seen (m = -inf).
@@ -119,7 +122,8 @@ __device__ __forceinline__ void merge_splits(const AttentionArgs& a, int64_t row
     float m = -INFINITY, sum = 0.0f;
     for (int s = lane; s < count; s += kWarp) m = fmaxf(m, partials.statistics[s].x);
     m = warp_max(m);
-    for (int s = lane; s < count; s += kWarp) sum += weight_of(partials.statistics[s].x, m) * partials.statistics[s].y;
+    for (int s = lane; s < count; s += kWarp)
+      sum = __fmaf_rn(weight_of(partials.statistics[s].x, m), partials.statistics[s].y, sum);
     sum = warp_sum(sum);
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     for (int s = lane; s < count; s += kWarp)
@@ -135,7 +139,7 @@ __device__ __forceinline__ void merge_splits(const AttentionArgs& a, int64_t row
     for (int s = 0; s < count; ++s) {
       const float w = weights[h * kMaxSplits + s];
       const float4 o = *reinterpret_cast<const float4*>(outputs + static_cast<int64_t>(s) * a.head_dim);
-      sum = {sum.x + w * o.x, sum.y + w * o.y, sum.z + w * o.z, sum.w + w * o.w};
+      sum = {__fmaf_rn(w, o.x, sum.x), __fmaf_rn(w, o.y, sum.y), __fmaf_rn(w, o.z, sum.z), __fmaf_rn(w, o.w, sum.w)};
     }
     const int64_t target = (row * a.heads + first_head + h) * a.head_dim + d;
     store_from_float(a.out, target, a.type, sum.x);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "launch.h"
+#include "rope.h"
 
 namespace nibblelm::cuda {
 
@@ -43,6 +44,13 @@ int64_t attention_workspace(int64_t rows, int heads, int head_dim, int64_t capac
 // Any rows, each on its own: split-KV. A row's result does not depend on the others. Launches on one device share
 // counters and must not run at the same time: use one stream.
 void attention_decode(const AttentionArgs& args, const Launch& launch);
+
+// rope_append and attention_decode in one: q of `args` is the fused projection (rows, heads + 2 kv_heads, head_dim),
+// whose k and v enter the cache; rows have different slots. The result has the bits of the two one after the other.
+// q_norm, k_norm (head_dim,) fp32 or null. For what attention_fuses() says.
+void attention_rope(const AttentionArgs& args, const RopeTable& table, const float* q_norm, const float* k_norm,
+                    float eps, bool plus_one, const Launch& launch);
+bool attention_fuses(const AttentionArgs& args, const RopeTable& table);
 
 // All rows on slots[0]: tiles of rows share the keys they read.
 void attention_prefill(const AttentionArgs& args, const Launch& launch);

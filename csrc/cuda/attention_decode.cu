@@ -1,77 +1,134 @@
-// Split-KV decode attention on tensor cores for bf16 (Dao et al. 2023, "Flash-Decoding").
+// Split-KV decode attention on tensor cores for bf16 (Dao et al. 2023, "Flash-Decoding"), alone or with what comes
+// before it: QK-norm, rotary embedding and the KV write.
 //
-// The heads of one KV head are the eight columns of mma.m16n8k16 and positions its rows, so keys and values go from
-// device memory straight into operand registers: the order of d within a dot product is free as long as q uses the
-// same, and value rows of neighbouring positions are interleaved by byte permutes. No shared memory is on the way.
+// The heads of one KV head are the eight columns of mma.m16n8k16 and positions its rows: scores are K q, the output is
+// V^T p, and both operands come from row-major tiles by ldmatrix. Each warp brings its own tiles by cp.async, several
+// ahead, and waits for no other warp before the end. The blocks of a thread-block cluster divide a row's positions and
+// merge through distributed shared memory; only long rows take several clusters and a merge through device memory.
+#include <bit>
+
 #include "attention.cuh"
+#include "cluster.cuh"
 #include "mma.cuh"
+#include "rope.cuh"
 
 namespace nibblelm::cuda {
 namespace {
 
-constexpr int kWarps{4};
-constexpr int kThreads{kWarps * kWarp};
 constexpr int kHeads{8};  // columns of the mma
 constexpr int kTile{16};  // positions a warp takes at a time
 
-// Keys and values of 16 positions as lane (g = lane / 4, j = lane % 4) needs them: keys of positions g and g + 8 at
-// d = 32 c + 8 j .. + 7, values of positions 2j, 2j + 1, 2j + 8, 2j + 9 at d = 64 b + 8 g .. + 7.
-template <int D>
-struct Tile {
-  uint4 k[2][D / 32];
-  uint4 v[4][D / 64];
+// ---- how a row's positions are divided: by its own interval and the numbers of heads, never by batch or capacity ----
+
+constexpr int kClusterBlocks{8};            // where the card has clusters; without them every block stands alone
+constexpr int kLeastSpan{64};               // positions of a block at least: a tile for each warp
+constexpr int kPartPositions{256};          // positions of a block from which on a second cluster is worth its merge
+constexpr int kBlocksPerRow{128};           // of a long row: about one a multiprocessor of the H200
+static_assert(kPartPositions >= kMinSpan);  // attention_workspace() counts splits of that size
+
+// Clusters are a power of two, so that finding one's place takes no division.
+struct Plan {
+  int length;
+  int span;  // positions a part, a multiple of kTile
+
+  template <int kCluster>
+  __device__ __forceinline__ static Plan of(Interval range, int most_clusters) {
+    const int length = range.end - range.first, over = max(length - 1, 0) / (kCluster * kPartPositions);
+    const int parts = kCluster * min(most_clusters, 1 << (kWarp - __clz(over)));
+    const int even = (length + parts - 1) >> (31 - __clz(parts));
+    return {length, max(kLeastSpan, (even + kTile - 1) / kTile * kTile)};
+  }
+  __device__ __forceinline__ bool has(int part) const { return part * span < length; }
+  __device__ __forceinline__ int parts() const { return (length + span - 1) / span; }
 };
 
-__device__ __forceinline__ uint4 read_if(const bf16* p, bool wanted) {
-  uint4 x{0, 0, 0, 0};
-  if (wanted)
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "l"(p));
-  return x;
-}
+// ---- tiles ----
 
-// Positions from `end` on read as zeros: an unwritten value may be NaN, and 0 * NaN would reach the sum.
+// A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
+// place is exclusive-ored with the row, so that neither copies nor ldmatrix meet bank conflicts, and a copy takes whole
+// 128-byte lines.
 template <int D>
-__device__ __forceinline__ void read_tile(Tile<D>& tile, const bf16* k, const bf16* v, int p, int end, int g, int j) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = p + g + 8 * half;
-#pragma unroll
-    for (int c = 0; c < D / 32; ++c)
-      tile.k[half][c] = read_if(k + static_cast<int64_t>(row) * D + 32 * c + 8 * j, row < end);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = p + 2 * j + (i & 1) + 8 * (i >> 1);
-#pragma unroll
-    for (int b = 0; b < D / 64; ++b)
-      tile.v[i][b] = read_if(v + static_cast<int64_t>(row) * D + 64 * b + 8 * g, row < end);
-  }
-}
+struct Ring {
+  static constexpr int kWarps{D == 256 ? 2 : 4};
+  static constexpr int kThreads{kWarps * kWarp};
+  static constexpr int kBytes{96 << 10};  // the next kernel's block (107 KB) fits beside; cards of 99 KB take it too
+  static constexpr int kWarpBytes{kBytes / kWarps};
+  static constexpr int kTileBytes{kTile * D * 2};
+  static constexpr int kStages{kWarpBytes / (2 * kTileBytes)};
+  static constexpr int kChunks{D / 8}, kRowsAtOnce{kWarp / kChunks};
 
-__device__ __forceinline__ uint32_t word(const uint4& x, int i) {
-  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
-}
+  uint32_t base;  // of the warp's stage 0
+  const bf16* k;  // this lane's chunk of position 0
+  const bf16* v;
+  int end;  // positions from here on read as zeros: an unwritten value may be NaN, and 0 * NaN would reach the sum
+  int lane;
 
-// Online softmax of a warp's positions for heads 2j and 2j + 1 of the group; o[b][i] holds d = 64 b + 8 g + 2 i (first
-// pair) and the next d (second pair) of both heads.
+  __device__ __forceinline__ Ring(uint32_t storage, const AttentionArgs& a, int slot, int kv_head, int end, int warp,
+                                  int lane)
+      : base(storage + warp * kWarpBytes), end(end), lane(lane) {
+    const int at = lane / kChunks * D + lane % kChunks * 8;
+    k = static_cast<const bf16*>(cache_row(a.k, a, slot, kv_head)) + at;
+    v = static_cast<const bf16*>(cache_row(a.v, a, slot, kv_head)) + at;
+  }
+  __device__ __forceinline__ static uint32_t place(int row, int chunk) {
+    return row * (D * 2) + ((chunk ^ (row & 7)) << 4);
+  }
+  __device__ __forceinline__ void fetch(int stage, int p) const {
+    const uint32_t target = base + stage * 2 * kTileBytes;
+    const int first = lane / kChunks, chunk = lane % kChunks;
+    const int64_t source = static_cast<int64_t>(p) * D;
+#pragma unroll
+    for (int i = 0; i < kTile; i += kRowsAtOnce)
+      copy_or_zero(target + place(first + i, chunk), k + source + i * D, p + first + i < end);
+#pragma unroll
+    for (int i = 0; i < kTile; i += kRowsAtOnce)
+      copy_or_zero(target + kTileBytes + place(first + i, chunk), v + source + i * D, p + first + i < end);
+  }
+  // A key and the value behind it, (2, D), as row `row` of a tile.
+  __device__ __forceinline__ void insert(int stage, int row, const bf16* key_value) const {
+#pragma unroll
+    for (int i = lane; i < 2 * kChunks; i += kWarp) {
+      const uint32_t target = base + (2 * stage + i / kChunks) * kTileBytes + place(row, i % kChunks);
+      store_shared_16(target, reinterpret_cast<const uint4*>(key_value)[i]);
+    }
+    __syncwarp();
+  }
+  // Operand A of 16 positions at d = 16 c .. + 15.
+  __device__ __forceinline__ void key(uint32_t (&r)[4], int stage, int c) const {
+    ldmatrix_x4(r, base + stage * 2 * kTileBytes + place(lane % 16, 2 * c + lane / 16));
+  }
+  // Operand A of d = 16 c .. + 15 by 16 positions.
+  __device__ __forceinline__ void value(uint32_t (&r)[4], int stage, int c) const {
+    ldmatrix_x4_trans(r, base + (stage * 2 + 1) * kTileBytes + place(lane / 16 * 8 + lane % 8, 2 * c + lane / 8 % 2));
+  }
+};
+
+// Online softmax of a warp's positions for heads 2j and 2j + 1 of the group (lane = 4 g + j); o[c] holds d = 16 c + g
+// of both heads and then d = 16 c + g + 8. Its arithmetic leaves nothing to the compiler's contraction, so that the
+// kernels with and without rotation have the same bits.
 template <int D>
 struct Accumulator {
-  float o[D / 64][4][4] = {};
+  float o[D / 16][4] = {};
   float m[2]{-INFINITY, -INFINITY};
   float l[2]{0.0f, 0.0f};  // over this lane's positions only, until the end
 
-  template <bool kOptions>
-  __device__ __forceinline__ void add(const AttentionArgs& a, const Tile<D>& tile, const uint4 (&q)[D / 32],
-                                      int64_t row, int position, int first_head, int p, int end, int g, int j) {
-    float s[4]{};
+  __device__ __forceinline__ static void dots(float (&s)[4], const Ring<D>& ring, int stage,
+                                              const uint32_t (&q)[D / 16][2]) {
+    float odd[4]{};  // a second chain of products halves the wait for results
 #pragma unroll
-    for (int c = 0; c < D / 32; ++c) {
-      const uint4 &low = tile.k[0][c], &high = tile.k[1][c];
-      mma_16816(s, low.x, high.x, low.y, high.y, q[c].x, q[c].y);
-      mma_16816(s, low.z, high.z, low.w, high.w, q[c].z, q[c].w);
+    for (int c = 0; c < D / 16; ++c) {
+      uint32_t k[4];
+      ring.key(k, stage, c);
+      mma_16816(c % 2 == 0 ? s : odd, k[0], k[1], k[2], k[3], q[c][0], q[c][1]);
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[i] = __fadd_rn(s[i], odd[i]);
+  }
+
+  // Takes the dot products of 16 positions from p on and leaves their weights, as operands, in p0 and p1.
+  template <bool kOptions>
+  __device__ __forceinline__ void weigh(const AttentionArgs& a, float (&s)[4], int64_t row, int position,
+                                        int first_head, int p, int end, int g, int j, uint32_t& p0, uint32_t& p1) {
     float highest[2]{m[0], m[1]};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -86,130 +143,391 @@ struct Accumulator {
         highest[h] = fmaxf(highest[h], __shfl_xor_sync(kAllLanes, highest[h], offset));
       const float factor = weight_of(m[h], highest[h]);
       m[h] = highest[h];
-      l[h] *= factor;
+      l[h] = __fmul_rn(l[h], factor);
 #pragma unroll
-      for (int b = 0; b < D / 64; ++b)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) o[b][i][h] *= factor, o[b][i][2 + h] *= factor;
+      for (int c = 0; c < D / 16; ++c) {
+        o[c][h] = __fmul_rn(o[c][h], factor);
+        o[c][2 + h] = __fmul_rn(o[c][2 + h], factor);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       s[i] = weight_of(s[i], m[i & 1]);
-      l[i & 1] += s[i];
+      l[i & 1] = __fadd_rn(l[i & 1], s[i]);
     }
-    const uint32_t p0 = transpose_8x8(pack2<bf16>(s[0], s[1])), p1 = transpose_8x8(pack2<bf16>(s[2], s[3]));
+    p0 = transpose_8x8(pack2<bf16>(s[0], s[1]));
+    p1 = transpose_8x8(pack2<bf16>(s[2], s[3]));
+  }
+
+  __device__ __forceinline__ void add(const Ring<D>& ring, int stage, uint32_t p0, uint32_t p1) {
 #pragma unroll
-    for (int b = 0; b < D / 64; ++b)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t v0 = word(tile.v[0][b], i), v1 = word(tile.v[1][b], i), v2 = word(tile.v[2][b], i),
-                       v3 = word(tile.v[3][b], i);
-        mma_16816(o[b][i], __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410),
-                  __byte_perm(v2, v3, 0x7632), p0, p1);
-      }
+    for (int c = 0; c < D / 16; ++c) {
+      uint32_t v[4];
+      ring.value(v, stage, c);
+      mma_16816(o[c], v[0], v[1], v[2], v[3], p0, p1);
+    }
   }
 };
 
-// Grid (splits, kv_heads * head groups, rows). Warps take tiles in turn; their triples are merged in warp order.
-template <int D, bool kOptions>
-__global__ void __launch_bounds__(kThreads, 2)
-    attention_decode_kernel(AttentionArgs a, int64_t first_row, int groups, int splits) {
-  __shared__ __align__(16) float outputs[kWarps][kHeads][D];
-  __shared__ float2 statistics[kWarps][kHeads];
-  static_assert(kHeads * kMaxSplits <= kWarps * kHeads * D);  // `outputs` serves as the weights of the merge
-  dependency_wait();
-  dependency_release();
+// ---- norm and rotation ----
+
+struct HeadArgs {
+  const float* cos;
+  const float* sin;
+  const float* q_norm;
+  const float* k_norm;
+  float eps;
+  bool plus_one;
+};
+
+// A block's query heads after norm and rotation, and the new position's key and value. A row of padding keeps the
+// reads of eight heads off each other's banks.
+template <int D>
+struct Prepared {
+  bf16 q[kHeads][D + 8];
+  bf16 key_value[2][D];
+};
+template <>
+struct Prepared<0> {};
+
+// The heads of the projection that a warp prepares, d = lane + 32 i: first the block's query heads, then key and value.
+template <int D>
+struct RawHeads {
+  static constexpr int kWarps{Ring<D>::kWarps};
+  static constexpr int kValues{D / kWarp};
+  static constexpr int kItems{(kHeads + 2 + kWarps - 1) / kWarps};
+  bf16 x[kItems][kValues];
+
+  __device__ __forceinline__ void read(const AttentionArgs& a, int64_t row, int first_head, int heads, int kv_head) {
+    const bf16* const qkv = static_cast<const bf16*>(a.q) + row * a.q_stride + threadIdx.x % kWarp;
+#pragma unroll
+    for (int n = 0; n < kItems; ++n) {
+      const int item = threadIdx.x / kWarp + n * kWarps;
+      const int head = item < heads ? first_head + item : a.heads + kv_head + (item - heads) * a.kv_heads;
+      if (item >= heads + 2) break;
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) x[n][i] = qkv[head * D + kWarp * i];
+    }
+  }
+
+  // `target` is the place in the cache of the new key (of the value: `target_value`), null where it is not this
+  // block's.
+  __device__ __forceinline__ void prepare(Prepared<D>& to, const HeadArgs& a, int position, int heads, bool newest,
+                                          bf16* target, bf16* target_value) const {
+    const int lane = threadIdx.x % kWarp;
+    float cos[kValues / 2], sin[kValues / 2];
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i) {
+      const int64_t entry = static_cast<int64_t>(position) * (D / 2) + lane + kWarp * i;
+      cos[i] = a.cos[entry];
+      sin[i] = a.sin[entry];
+    }
+#pragma unroll
+    for (int n = 0; n < kItems; ++n) {
+      const int item = threadIdx.x / kWarp + n * kWarps;
+      if (item >= heads + (newest ? 2 : 0)) break;
+      const bool is_q = item < heads, is_v = item == heads + 1;
+      float values[kValues];
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) values[i] = to_float(x[n][i]);
+      if (!is_v) {
+        if (const float* const gain = is_q ? a.q_norm : a.k_norm; gain != nullptr) {
+          float squares{0.0f};
+#pragma unroll
+          for (int i = 0; i < kValues; ++i) squares = __fmaf_rn(values[i], values[i], squares);
+          const float factor = head_norm_factor(squares, D, a.eps);
+#pragma unroll
+          for (int i = 0; i < kValues; ++i)
+            values[i] = head_normed<bf16>(values[i], factor, gain[lane + kWarp * i], a.plus_one);
+        }
+#pragma unroll
+        for (int i = 0; i < kValues / 2; ++i) {
+          const float2 rotated = rotate(values[i], values[i + kValues / 2], cos[i], sin[i]);
+          values[i] = rotated.x;
+          values[i + kValues / 2] = rotated.y;
+        }
+      }
+      bf16* const shared = is_q ? to.q[item] : to.key_value[is_v];
+      bf16* const cache = is_q ? nullptr : is_v ? target_value : target;
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) {
+        const bf16 rounded = from_float<bf16>(values[i]);
+        shared[lane + kWarp * i] = rounded;
+        if (cache != nullptr) cache[lane + kWarp * i] = rounded;
+      }
+    }
+  }
+};
+
+// Asks L2 for what the rings take first, while the kernel before still runs. Where the row stands may still change, so
+// this is only a guess: it is read around L1, nothing is kept of it, and a wrong one costs nothing but its reads.
+template <int D, int kCluster>
+__device__ __forceinline__ void prefetch_first(const AttentionArgs& a, int64_t row, int kv_head, int most_clusters) {
+  const int slot = __ldcg(a.slots + row), position = __ldcg(a.positions + row);
+  const Interval range = attended_plain(a, slot, position);
+  const Plan plan = Plan::of<kCluster>(range, most_clusters);
+  if (!plan.has(blockIdx.x)) return;
+  const int begin = range.first + blockIdx.x * plan.span;
+  const int end = min(range.end, begin + min(plan.span, Ring<D>::kWarps * Ring<D>::kStages * kTile));
+  const int64_t first = static_cast<int64_t>(begin) * D * 2;
+  const int bytes = (end - begin) * D * 2;
+  const char* const k = static_cast<const char*>(cache_row(a.k, a, slot, kv_head)) + first;
+  const char* const v = static_cast<const char*>(cache_row(a.v, a, slot, kv_head)) + first;
+#pragma unroll 1
+  for (int at = threadIdx.x * 128; at < bytes; at += Ring<D>::kThreads * 128) {
+    prefetch_l2(k + at);
+    prefetch_l2(v + at);
+  }
+}
+
+// ---- merging ----
+
+struct Triple {
+  float m;
+  float l;
+  float4 o;
+};
+
+// In order; at most kMost of them, whose reads overlap.
+template <int kMost, class Statistics, class Output>
+__device__ __forceinline__ Triple merge(int count, Statistics statistics, Output output) {
+  Triple t{-INFINITY, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+  float2 s[kMost];
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    s[i] = i < count ? statistics(i) : float2{-INFINITY, 0.0f};
+    t.m = fmaxf(t.m, s[i].x);
+  }
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    if (i >= count) break;
+    const float w = weight_of(s[i].x, t.m);
+    const float4 o = output(i);
+    t.l = __fmaf_rn(w, s[i].y, t.l);
+    t.o = {__fmaf_rn(w, o.x, t.o.x), __fmaf_rn(w, o.y, t.o.y), __fmaf_rn(w, o.z, t.o.z), __fmaf_rn(w, o.w, t.o.w)};
+  }
+  return t;
+}
+
+// Where the ring was: behind each other in every warp's share, its output, then the parts of some of the cluster's
+// blocks (of rank 0 only). A share is done with by its own warp alone, so no barrier comes before.
+template <int D>
+struct MergeSpace {
+  using R = Ring<D>;
+  static constexpr int kPitch{D + 4};  // keeps the lanes' stores off each other's banks
+  static constexpr int kOutputBytes{kHeads * (kPitch * 4 + 8)};
+  static constexpr int kPartBytes{kHeads * (D * 4 + 8)};
+  static_assert(kOutputBytes + (kClusterBlocks + R::kWarps - 1) / R::kWarps * kPartBytes <= R::kWarpBytes);
+  unsigned char* storage;
+
+  __device__ __forceinline__ float* output(int warp, int h) const {
+    return reinterpret_cast<float*>(storage + warp * R::kWarpBytes) + h * kPitch;
+  }
+  __device__ __forceinline__ float2* statistics(int warp) const {
+    return reinterpret_cast<float2*>(storage + warp * R::kWarpBytes + kHeads * kPitch * 4);
+  }
+  __device__ __forceinline__ float* part(int rank, int h) const {
+    const int at = rank % R::kWarps * R::kWarpBytes + kOutputBytes + rank / R::kWarps * kPartBytes;
+    return reinterpret_cast<float*>(storage + at) + h * D;
+  }
+  __device__ __forceinline__ float2* part_statistics(int rank) const {
+    return reinterpret_cast<float2*>(part(rank, kHeads));
+  }
+};
+
+// ---- kernel ----
+
+// Grid (parts, kv_heads * head groups, rows); parts in clusters. Warps take tiles in turn; their triples are merged in
+// the order of warps, then of blocks, then of clusters.
+template <int D, bool kOptions, bool kFused>
+__global__ void __launch_bounds__(Ring<D>::kThreads, D == 256 ? 2 : 4)
+    attention_decode_kernel(const __grid_constant__ AttentionArgs a, const __grid_constant__ HeadArgs head_args,
+                            int64_t first_row, int groups, int most_clusters) {
+  using R = Ring<D>;
+  constexpr int kCluster{kArchitecture >= 90 ? kClusterBlocks : 1};
+  extern __shared__ __align__(128) unsigned char storage[];
+  __shared__ __align__(16) Prepared<kFused ? D : 0> prepared;
+  __shared__ uint64_t received;  // in the cluster's first block: reports of the parts
   const int64_t row = first_row + blockIdx.z;
   const int per_kv = a.heads / a.kv_heads, kv_head = blockIdx.y / groups;
   const int in_group = blockIdx.y % groups * kHeads, first_head = kv_head * per_kv + in_group;
   const int heads = min(kHeads, per_kv - in_group);
-  const Interval range = attended(a, row);
-  const Splits plan = splits_of(range);
-  const int split = blockIdx.x;
-  if (split >= max(plan.count, 1)) return;
-  if (plan.count == 0) {
-    for (int i = threadIdx.x; i < heads * D; i += kThreads)
-      static_cast<bf16*>(a.out)[(row * a.heads + first_head) * D + i] = from_float<bf16>(0.0f);
+  const int part = blockIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
+  if (kCluster > 1 && part % kCluster == 0 && threadIdx.x == 0) cluster_init(&received);
+  if constexpr (kFused) prefetch_first<D, kCluster>(a, row, kv_head, most_clusters);
+  dependency_wait();
+  dependency_release();
+  RawHeads<D> raw;
+  if constexpr (kFused) raw.read(a, row, first_head, heads, kv_head);
+  const int slot = a.slots[row], position = a.positions[row];
+  const Interval range = kFused ? attended_plain(a, slot, position) : attended(a, row, slot, position);
+  const Plan plan = Plan::of<kCluster>(range, most_clusters);
+  bf16* const out = static_cast<bf16*>(a.out) + (row * a.heads + first_head) * D;
+  if (!plan.has(part)) {
+    if (plan.length == 0 && part == 0)
+      for (int i = threadIdx.x; i < heads * D; i += R::kThreads) out[i] = from_float<bf16>(0.0f);
     return;
   }
 
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
-  const int begin = range.first + split * plan.span, end = min(range.end, begin + plan.span);
-  const auto* const k = static_cast<const bf16*>(cache_row(a.k, a, a.slots[row], kv_head));
-  const auto* const v = static_cast<const bf16*>(cache_row(a.v, a, a.slots[row], kv_head));
-  const int position = a.positions[row];
-  constexpr int kStep{kWarps * kTile};
-  // Two tiles in registers keep a second one in flight; at D = 256 one fills them.
-  constexpr int kTiles{D <= 128 ? 2 : 1};
-  Tile<D> tiles[kTiles];
+  const int begin = range.first + part * plan.span, end = min(range.end, begin + plan.span);
+  const bool newest = kFused && position == end - 1;  // its key and value are not in the cache yet
+  const R ring(shared_address(storage), a, slot, kv_head, newest ? position : end, warp, lane);
+  constexpr int kStep{R::kWarps * kTile};
   int p = begin + warp * kTile;
-  if (kTiles == 2 && p < end) read_tile(tiles[0], k, v, p, end, g, j);
-  const bf16* const query = static_cast<const bf16*>(a.q) + row * a.q_stride + (first_head + g) * D + 8 * j;
-  uint4 q[D / 32];
+#pragma unroll 1
+  for (int i = 0; i < R::kStages - 1; ++i) {
+    if (p + i * kStep < end) ring.fetch(i, p + i * kStep);
+    copy_async_commit();
+  }
+  const bf16* query = static_cast<const bf16*>(a.q) + row * a.q_stride + (first_head + g) * D;
+  if constexpr (kFused) {  // meanwhile the tiles are on their way
+    const int64_t offset =
+        ((static_cast<int64_t>(slot) * a.kv_heads + kv_head) * a.capacity + position) * D;  // of the new position
+    bf16* const keys = const_cast<bf16*>(static_cast<const bf16*>(a.k));
+    bf16* const values = const_cast<bf16*>(static_cast<const bf16*>(a.v));
+    const bool writes = in_group == 0;
+    raw.prepare(prepared, head_args, position, heads, newest, writes ? keys + offset : nullptr,
+                writes ? values + offset : nullptr);
+    __syncthreads();
+    query = prepared.q[g];
+  }
+  uint32_t q[D / 16][2];
 #pragma unroll
-  for (int c = 0; c < D / 32; ++c)
-    q[c] = g < heads ? *reinterpret_cast<const uint4*>(query + 32 * c) : uint4{0, 0, 0, 0};
+  for (int c = 0; c < D / 16; ++c)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      q[c][i] = g < heads ? *reinterpret_cast<const uint32_t*>(query + 16 * c + 8 * i + 2 * j) : 0u;
   Accumulator<D> sum;
-  if constexpr (kTiles == 2) {
-    for (; p < end; p += 2 * kStep) {
-      if (p + kStep < end) read_tile(tiles[1], k, v, p + kStep, end, g, j);
-      sum.template add<kOptions>(a, tiles[0], q, row, position, first_head, p, end, g, j);
-      if (p + kStep >= end) break;
-      if (p + 2 * kStep < end) read_tile(tiles[0], k, v, p + 2 * kStep, end, g, j);
-      sum.template add<kOptions>(a, tiles[1], q, row, position, first_head, p + kStep, end, g, j);
+#pragma unroll 1
+  for (int stage = 0; p < end; p += kStep, stage = stage + 1 == R::kStages ? 0 : stage + 1) {
+    copy_async_wait<R::kStages - 2>();
+    __syncwarp();  // this tile has arrived for every lane, and every lane is done with the one before
+    const int ahead = p + (R::kStages - 1) * kStep;
+    if (ahead < end) ring.fetch(stage == 0 ? R::kStages - 1 : stage - 1, ahead);
+    copy_async_commit();
+    if constexpr (kFused) {
+      if (newest && position >= p && position < p + kTile) ring.insert(stage, position - p, &prepared.key_value[0][0]);
     }
-  } else {
-    for (; p < end; p += kStep) {
-      read_tile(tiles[0], k, v, p, end, g, j);
-      sum.template add<kOptions>(a, tiles[0], q, row, position, first_head, p, end, g, j);
-    }
+    float s[4]{};
+    sum.dots(s, ring, stage, q);
+    uint32_t p0, p1;
+    sum.template weigh<kOptions>(a, s, row, position, first_head, p, end, g, j, p0, p1);
+    sum.add(ring, stage, p0, p1);
   }
 
+  const int parts = plan.parts(), clusters = (parts + kCluster - 1) / kCluster;
+  const int rank = part % kCluster, ranks = min(kCluster, parts - (part - rank));  // blocks with work in this cluster
+  const MergeSpace<D> space{storage};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
-    for (int offset = 4; offset < kWarp; offset *= 2) sum.l[h] += __shfl_xor_sync(kAllLanes, sum.l[h], offset);
-    if (g == 0) statistics[warp][2 * j + h] = {sum.m[h], sum.l[h]};
-#pragma unroll
-    for (int b = 0; b < D / 64; ++b)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        *reinterpret_cast<float2*>(&outputs[warp][2 * j + h][64 * b + 8 * g + 2 * i]) = {sum.o[b][i][h],
-                                                                                         sum.o[b][i][2 + h]};
+    for (int offset = 4; offset < kWarp; offset *= 2)
+      sum.l[h] = __fadd_rn(sum.l[h], __shfl_xor_sync(kAllLanes, sum.l[h], offset));
   }
+  __syncwarp();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (2 * j + h >= heads) continue;
+    if (g == 0) space.statistics(warp)[2 * j + h] = {sum.m[h], sum.l[h]};
+    float* const to = space.output(warp, 2 * j + h) + g;
+#pragma unroll
+    for (int c = 0; c < D / 16; ++c) {
+      to[16 * c] = sum.o[c][h];
+      to[16 * c + 8] = sum.o[c][2 + h];
+    }
+  }
+  if (ranks > 1) cluster_arrive();  // what was read from this warp's ring has been used: others may write there
   __syncthreads();
-  for (int i = threadIdx.x; i < heads * D; i += kThreads) {
-    const int h = i / D, d = i % D;
-    float m = -INFINITY, l = 0.0f, o = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) m = fmaxf(m, statistics[w][h].x);
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float weight = weight_of(statistics[w][h].x, m);
-      l += weight * statistics[w][h].y;
-      o += weight * outputs[w][h][d];
-    }
-    if (plan.count == 1) {
-      static_cast<bf16*>(a.out)[(row * a.heads + first_head) * D + i] = from_float<bf16>(l == 0.0f ? 0.0f : o / l);
+
+  const auto finish = [&](int h, int d, const Triple& t) {
+    if (clusters > 1) {
+      const Partials partials(a, row, first_head + h, gridDim.x / kCluster);
+      *reinterpret_cast<float4*>(partials.outputs + static_cast<int64_t>(part / kCluster) * D + d) = t.o;
+      if (d == 0) partials.statistics[part / kCluster] = {t.m, t.l};
     } else {
-      const Partials partials(a, row, first_head + h, splits);
-      partials.outputs[static_cast<int64_t>(split) * D + d] = o;
-      if (d == 0) partials.statistics[split] = {m, l};
+      const float inverse = t.l == 0.0f ? 0.0f : __fdividef(1.0f, t.l);
+      *reinterpret_cast<uint2*>(out + h * D + d) = {pack2<bf16>(__fmul_rn(t.o.x, inverse), __fmul_rn(t.o.y, inverse)),
+                                                    pack2<bf16>(__fmul_rn(t.o.z, inverse), __fmul_rn(t.o.w, inverse))};
+    }
+  };
+  // Quads of the output, (head, d .. d + 3); a thread keeps its own throughout.
+  constexpr int kQuads{D / 4}, kRounds{(kHeads * kQuads + R::kThreads - 1) / R::kThreads};
+  Triple merged[kRounds];
+#pragma unroll
+  for (int n = 0; n < kRounds; ++n) {
+    const int i = threadIdx.x + n * R::kThreads, h = i / kQuads, d = i % kQuads * 4;
+    if (h >= heads) break;
+    merged[n] = merge<R::kWarps>(
+        R::kWarps, [&](int w) { return space.statistics(w)[h]; },
+        [&](int w) { return *reinterpret_cast<const float4*>(space.output(w, h) + d); });
+    if (ranks == 1) finish(h, d, merged[n]);
+  }
+  if (ranks > 1) {
+    if (rank == 0 && threadIdx.x == 0) cluster_expect(&received, ranks * heads * (D * 4 + 8));
+    cluster_wait();
+    const uint32_t barrier = cluster_address(&received, 0);
+#pragma unroll
+    for (int n = 0; n < kRounds; ++n) {
+      const int i = threadIdx.x + n * R::kThreads, h = i / kQuads, d = i % kQuads * 4;
+      if (h >= heads) break;
+      cluster_store(cluster_address(space.part(rank, h) + d, 0), merged[n].o, barrier);
+      if (d == 0)
+        cluster_store(cluster_address(space.part_statistics(rank) + h, 0), float2{merged[n].m, merged[n].l}, barrier);
+    }
+    if (rank != 0) return;
+    cluster_receive(&received);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < heads * kQuads; i += R::kThreads) {
+      const int h = i / kQuads, d = i % kQuads * 4;
+      finish(h, d,
+             merge<kClusterBlocks>(
+                 ranks, [&](int r) { return space.part_statistics(r)[h]; },
+                 [&](int r) { return *reinterpret_cast<const float4*>(space.part(r, h) + d); }));
     }
   }
-  if (plan.count == 1 || !arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y), plan.count)) return;
-  merge_splits<kThreads>(a, row, first_head, heads, plan.count, splits, &outputs[0][0][0]);
+  if (clusters == 1 || !arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y), clusters)) return;
+  merge_splits<R::kThreads>(a, row, first_head, heads, clusters, gridDim.x / kCluster,
+                            reinterpret_cast<float*>(storage));
 }
 
-template <int D>
-void launch_decode(const AttentionArgs& a, const Launch& launch) {
-  const int groups = ceil_div(a.heads / a.kv_heads, kHeads), splits = max_splits(a.capacity);
-  const auto kernel = has_options(a) ? attention_decode_kernel<D, true> : attention_decode_kernel<D, false>;
-  for_row_chunks(a, a.kv_heads * groups, [&](int64_t first, int64_t rows) {
-    launch_kernel(
-        launch, [&] { return describe("attention", a); }, kernel,
-        dim3(splits, a.kv_heads * groups, static_cast<unsigned>(rows)), dim3(kThreads), 0, a, first, groups, splits);
+// ---- launcher ----
+
+template <int D, bool kFused>
+void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Launch& launch) {
+  const auto what = [&] { return describe(kFused ? "rope_attention" : "attention", a); };
+  auto kernel = attention_decode_kernel<D, false, kFused>;
+  if constexpr (!kFused) {
+    if (has_options(a)) kernel = attention_decode_kernel<D, true, false>;
+  }
+  cudaFuncAttributes compiled{};
+  check(cudaFuncGetAttributes(&compiled, kernel), "attention: cudaFuncGetAttributes");
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Ring<D>::kBytes),
+        "attention: cudaFuncSetAttribute");
+  const int groups = ceil_div(a.heads / a.kv_heads, kHeads), per_row = a.kv_heads * groups;
+  const int cluster = compiled.ptxVersion >= 90 ? kClusterBlocks : 1;
+  const int most_clusters = static_cast<int>(
+      std::bit_floor(static_cast<unsigned>(std::clamp(kBlocksPerRow / (cluster * per_row), 1, kMaxSplits))));
+  const int clusters = std::min(most_clusters, ceil_div(a.capacity, cluster * kPartPositions));
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.blockDim = dim3(Ring<D>::kThreads);
+  config.dynamicSmemBytes = Ring<D>::kBytes;
+  config.stream = static_cast<cudaStream_t>(launch.stream);
+  config.attrs = cluster > 1 ? attributes : attributes + 1;
+  config.numAttrs = (cluster > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
+  for_row_chunks(a, per_row, [&](int64_t first, int64_t rows) {
+    config.gridDim = dim3(cluster * clusters, per_row, static_cast<unsigned>(rows));
+    check(cudaLaunchKernelEx(&config, kernel, a, head_args, first, groups, most_clusters), what());
   });
+}
+
+bool on_tensor_cores(const AttentionArgs& a) {
+  return a.type == DType::bf16 && a.cache == DType::bf16 && a.q_stride % 8 == 0 && aligned16(a.q, 0) &&
+         (a.head_dim == 64 || a.head_dim == 128 || a.head_dim == 256);
 }
 
 }  // namespace
@@ -219,11 +537,23 @@ int64_t attention_workspace(int64_t rows, int heads, int head_dim, int64_t capac
 }
 
 void attention_decode(const AttentionArgs& a, const Launch& launch) {
-  const bool tensor_cores = a.type == DType::bf16 && a.cache == DType::bf16 && a.q_stride % 8 == 0 && aligned16(a.q, 0);
-  if (tensor_cores && a.head_dim == 64) return launch_decode<64>(a, launch);
-  if (tensor_cores && a.head_dim == 128) return launch_decode<128>(a, launch);
-  if (tensor_cores && a.head_dim == 256) return launch_decode<256>(a, launch);
-  attention_decode_fma(a, launch);
+  if (!on_tensor_cores(a)) return attention_decode_fma(a, launch);
+  if (a.head_dim == 64) return launch_decode<64, false>(a, {}, launch);
+  if (a.head_dim == 128) return launch_decode<128, false>(a, {}, launch);
+  launch_decode<256, false>(a, {}, launch);
+}
+
+bool attention_fuses(const AttentionArgs& a, const RopeTable& t) {
+  return on_tensor_cores(a) && a.head_dim <= 128 && !has_options(a) && a.prefix == nullptr && a.starts == nullptr &&
+         t.streams == 1 && !t.interleaved && 2 * t.half == a.head_dim;
+}
+
+void attention_rope(const AttentionArgs& a, const RopeTable& table, const float* q_norm, const float* k_norm, float eps,
+                    bool plus_one, const Launch& launch) {
+  if (!attention_fuses(a, table)) throw std::invalid_argument(describe("rope_attention", a) + ": not a fused case");
+  const HeadArgs head_args{table.cos, table.sin, q_norm, k_norm, eps, plus_one};
+  if (a.head_dim == 64) return launch_decode<64, true>(a, head_args, launch);
+  launch_decode<128, true>(a, head_args, launch);
 }
 
 }  // namespace nibblelm::cuda

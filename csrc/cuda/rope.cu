@@ -16,8 +16,9 @@ __global__ void rope_kernel(T* x, int64_t stride, int rows, int heads, int head_
   const RopePair pair = rope_pair(table, i % pairs, row, rows, head_dim);
   T* const head = x + row * stride + static_cast<int64_t>(i / pairs) * head_dim;
   const float a = to_float(head[pair.first]), b = to_float(head[pair.second]);
-  head[pair.first] = from_float<T>(a * pair.cos - b * pair.sin);
-  head[pair.second] = from_float<T>(b * pair.cos + a * pair.sin);
+  const float2 rotated = rotate(a, b, pair.cos, pair.sin);
+  head[pair.first] = from_float<T>(rotated.x);
+  head[pair.second] = from_float<T>(rotated.y);
 }
 
 }  // namespace

@@ -32,20 +32,19 @@ __global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, 
   float squares = 0.0f;
   for (int d = lane; d < d_count; d += kWarp) {
     values[d] = to_float(x[d]);
-    squares += values[d] * values[d];
+    squares = __fmaf_rn(values[d], values[d], squares);
   }
   const float* const gain = is_q ? q_norm : k_norm;
   if (gain != nullptr) {
-    const float factor = rsqrtf(warp_sum(squares) / static_cast<float>(d_count) + eps);
-    for (int d = lane; d < d_count; d += kWarp)
-      values[d] = to_float(from_float<T>(values[d] * factor * (plus_one ? 1.0f + gain[d] : gain[d])));
+    const float factor = head_norm_factor(squares, d_count, eps);
+    for (int d = lane; d < d_count; d += kWarp) values[d] = head_normed<T>(values[d], factor, gain[d], plus_one);
   }
   __syncwarp();
   for (int i = lane; i < table.half * table.streams; i += kWarp) {
     const RopePair pair = rope_pair(table, i, row, rows, d_count);
-    const float a = values[pair.first], b = values[pair.second];
-    values[pair.first] = a * pair.cos - b * pair.sin;
-    values[pair.second] = b * pair.cos + a * pair.sin;
+    const float2 rotated = rotate(values[pair.first], values[pair.second], pair.cos, pair.sin);
+    values[pair.first] = rotated.x;
+    values[pair.second] = rotated.y;
   }
   __syncwarp();
   for (int d = lane; d < d_count; d += kWarp) {

@@ -23,22 +23,25 @@ def test_replay_equals_the_ops_themselves(make_weight: Callable[..., QuantizedWe
     caches = [torch.zeros(1, 2, 30, 16) for _ in range(4)]
     ids, positions, slots = (torch.zeros(1, dtype=torch.int32) for _ in range(3))
 
-    def step(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(caches: list[torch.Tensor], together: bool) -> tuple[torch.Tensor, torch.Tensor]:
         x = ops.embedding(ids, table)
         h, _ = ops.rms_norm(x, norm, 1e-5)
         qkv = ops.linear(h, qkv_weight, None, 8).view(1, 8, 16)
-        q = ops.rope_append(qkv, positions, slots, cos, sin, k_cache, v_cache)
-        y = ops.attention(q, k_cache, v_cache, slots, positions, 0.25)
+        if together:
+            y = ops.rope_attention(qkv, positions, slots, cos, sin, *caches, 0.25)
+        else:
+            q = ops.rope_append(qkv, positions, slots, cos, sin, *caches)
+            y = ops.attention(q, *caches, slots, positions, 0.25)
         x = ops.linear(y, head)
         return ops.softmax(x), ops.argmax(x)
 
     with ops.capture(CPU) as program:
-        results = step(caches[0], caches[1])
+        results = step(caches[:2], True)
     garbage = [torch.full((1, n), 1e9) for n in (64, 128, 331) for _ in range(20)]  # would land in freed memory
     for position, token in enumerate((3, 19, 0, 7)):
         ids[0], positions[0] = token, position
         program.replay()
-        expected = step(caches[2], caches[3])
+        expected = step(caches[2:], False)
         assert all(torch.equal(got, want) for got, want in zip(results, expected, strict=True))
     assert torch.equal(caches[0], caches[2])
     assert len(garbage) == 60

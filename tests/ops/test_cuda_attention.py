@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.ops import cuda
+from nibblelm.ops.cuda_device import fusion
 
 USABLE, REASON = cuda.available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -225,6 +226,150 @@ def test_repeats_bit_for_bit_and_in_a_graph(dtype: torch.dtype) -> None:
     program.replay()
     assert torch.equal(out, ops.attention(**c))
     check(c)
+
+
+# ---- rope_attention ------------------------------------------------------------------------------------------------
+
+# Around the tiles, the least share of a block, what one cluster takes (2,048) and the length of the cache.
+LENGTHS = [1, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 2047, 2048, 2049, 3333, 5000]
+
+
+def make_projection(
+    lengths: list[int], heads: int, kv_heads: int, d: int, dtype: torch.dtype = BF16, capacity: int = 5000
+) -> dict[str, Any]:
+    """One row of each length, in slots out of order; keys and values behind a row's position are NaN."""
+    m = len(lengths)
+    c = make(m, heads + 2 * kv_heads, kv_heads, d, capacity, dtype, slots=m + 1)
+    c["slots"] = torch.tensor([(5 * i + 3) % (m + 1) for i in range(m)], dtype=torch.int32, device=DEVICE)
+    if len(set(c["slots"].tolist())) < m:
+        c["slots"] = torch.arange(m, dtype=torch.int32, device=DEVICE).flip(0)
+    c["positions"] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1
+    for slot, length in zip(c["slots"].tolist(), lengths, strict=True):
+        c["k_cache"][slot, :, length - 1 :] = torch.nan
+        c["v_cache"][slot, :, length - 1 :] = torch.nan
+    angles = torch.arange(capacity, device=DEVICE).double().unsqueeze(1) * 1e4 ** (
+        -torch.arange(d // 2, device=DEVICE).double() / (d // 2)
+    )
+    return {"qkv": c.pop("q"), "cos": angles.cos().float(), "sin": angles.sin().float()} | c
+
+
+def run_rope_attention(c: dict[str, Any], fused: bool, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The result and the caches, on copies of what is written."""
+    copies = {name: c[name].clone() for name in ("qkv", "k_cache", "v_cache")}
+    with fusion(fused):
+        out = ops.rope_attention(**(c | copies), **options)
+    return out, copies["k_cache"], copies["v_cache"]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))  # NaN too
+
+
+def check_rope_attention(c: dict[str, Any], **options: Any) -> Tensor:
+    """Fused and not: the same bits, caches included; and float64 attention of what rope_append made."""
+    fused, apart = run_rope_attention(c, True, **options), run_rope_attention(c, False, **options)
+    for got, want in zip(fused, apart, strict=True):
+        assert same(got, want)
+    window = options.pop("window", 0)
+    options.pop("one_sequence", None)
+    caches = {name: c[name].clone() for name in ("k_cache", "v_cache")}
+    places = [c[name] for name in ("positions", "slots", "cos", "sin")]
+    q = ops.rope_append(c["qkv"].clone(), *places, *caches.values(), **options)
+    main = c["positions"] if c["positions"].ndim == 1 else c["positions"][0]
+    plain = {"q": q, "slots": c["slots"], "positions": main, "scale": c["scale"], **caches}
+    assert same(ops.attention(**plain, window=window), fused[0])
+    live = c["slots"] >= 0
+    rows = {name: plain[name][live] for name in ("q", "slots", "positions")}
+    check(plain | rows, window=window)
+    assert fused[0][~live].eq(0).all()
+    return fused[0]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 1, 64), (8, 2, 128)])
+def test_rope_attention_small(heads: int, kv_heads: int, d: int) -> None:
+    check_rope_attention(make_projection([1, 64, 65, 300], heads, kv_heads, d, capacity=300))
+
+
+@pytest.mark.sanitize
+def test_rope_attention_of_several_clusters() -> None:
+    check_rope_attention(make_projection([2300, 9], 4, 1, 64, capacity=2400))
+
+
+@pytest.mark.parametrize("window", [0, 100, 3000])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1), (8, 1), (12, 1)])
+def test_rope_attention_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int) -> None:
+    """Rows of every length, each as it is alone; one head a KV head up to more than the tile has columns."""
+    c = make_projection(LENGTHS, heads, kv_heads, d)
+    whole = check_rope_attention(c, window=window)
+    for m in range(len(LENGTHS)):
+        row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
+        assert same(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
+
+
+@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_rope_attention_with_norms(d: int, plus_one: bool) -> None:
+    c = make_projection([1, 77, 1000], 16, 8, d, capacity=1000)
+    norms = {"q_norm": torch.rand(d, device=DEVICE) + 0.5, "k_norm": torch.rand(d, device=DEVICE)}
+    check_rope_attention(c, **norms, eps=1e-5, plus_one=plus_one)
+
+
+def test_rope_attention_leaves_idle_rows_and_full_slots_alone() -> None:
+    c = make_projection([30, 500, 700, 200], 8, 2, 128, capacity=700)
+    c["slots"][1] = -1
+    c["cos"], c["sin"] = (torch.cat([t, t]) for t in (c["cos"], c["sin"]))
+    c["k_cache"], c["v_cache"] = (c[name].nan_to_num(1.0) for name in ("k_cache", "v_cache"))
+    c["positions"][2] = 700  # beyond the cache: not written, the row sees what is there
+    check_rope_attention(c)
+
+
+@pytest.mark.parametrize(("d", "dtype"), [(96, BF16), (256, BF16), (64, FP32)])
+def test_rope_attention_without_a_fused_kernel(d: int, dtype: torch.dtype) -> None:
+    c = make_projection([1, 100], 4, 2, d, dtype, capacity=200)
+    check_rope_attention(c)
+    check_rope_attention(c, interleaved=True)
+    half = {name: c[name][:, : d // 4].contiguous() for name in ("cos", "sin")}
+    check_rope_attention(c | half)
+    check_rope_attention(c | half | {"positions": torch.stack((c["positions"], c["positions"] // 2))})
+
+
+def test_rope_attention_of_one_sequence() -> None:
+    """Rows that attend to each other's keys."""
+    for m in (1, 5, 40):
+        c = make_projection([m + 60] * m, 4, 2, 128, capacity=300)
+        c["slots"].fill_(2)
+        c["positions"] = torch.arange(60, 60 + m, dtype=torch.int32, device=DEVICE)
+        c["k_cache"].normal_()
+        c["v_cache"].normal_()
+        fused, apart = run_rope_attention(c, True, one_sequence=True), run_rope_attention(c, False, one_sequence=True)
+        assert all(same(a, b) for a, b in zip(fused, apart, strict=True))
+
+
+def test_rope_attention_in_a_graph() -> None:
+    """Twelve steps of two layers, each step recorded behind the other: as one by one, kernel by kernel."""
+    steps = 12
+    c = make_projection([100, 1, 60, 2047], 8, 2, 128, capacity=4000)
+    inputs = [torch.randn_like(c["qkv"], dtype=FP32).to(BF16) for _ in range(2 * steps)]
+    caches = [[c[name].clone() for name in ("k_cache", "v_cache")] for _ in range(4)]
+    positions = c["positions"].clone()
+
+    def step(x: Tensor, where: Tensor, layer: list[Tensor]) -> Tensor:
+        places = {"positions": where, "k_cache": layer[0], "v_cache": layer[1]}
+        return ops.rope_attention(**(c | {"qkv": x} | places))
+
+    apart = [step(x.clone(), positions + i // 2, caches[i % 2]) for i, x in enumerate(inputs)]
+    with fusion(True):
+        step(inputs[0].clone(), positions, caches[2])  # the first call loads the kernel
+        torch.cuda.synchronize()
+        with ops.capture(DEVICE) as program:
+            fused = [step(x, positions + i // 2, caches[2 + i % 2]) for i, x in enumerate(inputs)]
+    for _ in range(20):
+        program.replay()
+    assert all(same(a, b) for a, b in zip(fused, apart, strict=True))
+    for one, other in zip(caches[:2], caches[2:], strict=True):
+        assert all(same(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_contract_errors() -> None:
