@@ -293,18 +293,20 @@ template <int kMost, class Statistics, class Output>
 __device__ __forceinline__ Triple merge(int count, Statistics statistics, Output output) {
   Triple t{-INFINITY, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
   float2 s[kMost];
+  float4 o[kMost];
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
-    s[i] = i < count ? statistics(i) : float2{-INFINITY, 0.0f};
+    s[i] = {-INFINITY, 0.0f};
+    if (i < count) s[i] = statistics(i), o[i] = output(i);
     t.m = fmaxf(t.m, s[i].x);
   }
 #pragma unroll
   for (int i = 0; i < kMost; ++i) {
-    if (i >= count) break;
     const float w = weight_of(s[i].x, t.m);
-    const float4 o = output(i);
+    if (i >= count) continue;
     t.l = __fmaf_rn(w, s[i].y, t.l);
-    t.o = {__fmaf_rn(w, o.x, t.o.x), __fmaf_rn(w, o.y, t.o.y), __fmaf_rn(w, o.z, t.o.z), __fmaf_rn(w, o.w, t.o.w)};
+    t.o = {__fmaf_rn(w, o[i].x, t.o.x), __fmaf_rn(w, o[i].y, t.o.y), __fmaf_rn(w, o[i].z, t.o.z),
+           __fmaf_rn(w, o[i].w, t.o.w)};
   }
   return t;
 }

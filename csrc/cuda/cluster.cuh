@@ -13,10 +13,12 @@ __device__ __forceinline__ void cluster_init(uint64_t* barrier) {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// All threads of the cluster, but those that have left. Relaxed: it says that a thread is there, and publishes nothing
-// but initialized barriers (a release waits for all of a thread's stores to reach L2).
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+// By whole warps: all threads of the cluster, but those that have left. Relaxed: it says that a thread is there, and
+// publishes nothing but initialized barriers (a release waits for all of a thread's stores to reach L2).
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 // The address, for the stores below, of what lies at `shared` in the block of this rank.
 __device__ __forceinline__ uint32_t cluster_address(const void* shared, int rank) {
