@@ -8,6 +8,9 @@
 #include "cpu/vec.h"
 #if defined(__AVX512VNNI__)
 #include "cpu/dot_avx512.h"
+#elif defined(__AVX2__) && !defined(__AVXVNNI__)
+#include "cpu/dot_avx2.h"
+#define NIBBLE_DOT_NIBBLES
 #endif
 
 namespace nibblelm::NIBBLE_ISA {
@@ -203,6 +206,13 @@ constexpr int tiles_for(int rows) {
 template <Codes kCodes, int kRows, int kTiles, bool kStreamed>
 __attribute__((noinline)) void dot_group(const uint8_t* codes, const int8_t* digits, int64_t stride, int64_t width,
                                          int32_t (*out)[kPanelRows]) {
+#if defined(NIBBLE_DOT_NIBBLES)
+  if constexpr (kRows > 1) {
+    constexpr int64_t kPrefetch = kStreamed ? kPrefetchBytes : 0;
+    return dot_nibbles<kCodes == Codes::bytes ? 8 : 4, kCodes == Codes::nibbles, kRows, kTiles, kPrefetch>(
+        codes, digits, stride, width, out);
+  }
+#endif
   constexpr int64_t kStep = kPanelRows * 4;
   constexpr bool kSplit = kRows * kTiles <= 4;  // too few chains to cover the latency: two for each sum
   I32 acc[kRows * kTiles], second[kRows * kTiles];

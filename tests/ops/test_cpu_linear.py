@@ -130,14 +130,20 @@ def test_instruction_sets_agree_bit_for_bit(
         assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_extreme_codes_do_not_saturate(isa: str, make_weight: Callable[..., QuantizedWeight]) -> None:
-    """Codes of 255 against activations of one sign and the largest digits: 16-bit sums of products would overflow."""
-    codes = torch.full((64, 64), -1, dtype=torch.int32)  # every byte 255
-    zeros = torch.zeros(16, 1, dtype=torch.int32)
-    weight = QuantizedWeight(codes, torch.ones(64, 1), zeros, 8, -1, (64, 256))
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("rows", [1, 3, 20])  # each has inner loops of its own
+def test_extreme_codes_do_not_saturate(isa: str, bits: int, rows: int) -> None:
+    """The largest codes against activations of one sign and the largest digits: sums in 16 bits are at their limit."""
+    codes = torch.full((64, 8 * bits), -1, dtype=torch.int32)
+    zeros, largest = torch.zeros(2 * bits, 1, dtype=torch.int32), 2**bits - 1
+    weight = QuantizedWeight(codes, torch.ones(64, 1), zeros, bits, -1, (64, 256))
     packed = ops.pack_linear([weight], CPU)
-    for x in (torch.full((1, 256), 127.0), torch.full((1, 256), -127.0)):
-        assert torch.equal(ops.linear(x, packed, None, 8), (x.sum() * 255).expand(1, 64))
+    for x in (torch.full((rows, 256), 127.0), torch.full((rows, 256), -127.0)):
+        assert torch.equal(ops.linear(x, packed, None, 8), (x.sum(1, keepdim=True) * largest).expand(rows, 64))
+    x = torch.full((rows, 256), 127 * 256.0 - 128)  # digits 127 and -128, at the scale that the largest sets
+    x[:, ::128] = 127 * 257.0
+    want = x.double().sum(1, keepdim=True) * largest
+    assert ((ops.linear(x, packed, None, 16) - want).abs() <= want * 2.0**-21).all()
 
 
 def test_long_rows_do_not_overflow(make_weight: Callable[..., QuantizedWeight]) -> None:
