@@ -149,10 +149,10 @@ class Attention:
         qkv = qkv.view(x.shape[0], -1, self.head_dim)
         keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
         places = (step.positions, step.slots, self.rope.cos, self.rope.sin, keys, values)
-        q = ops.rope_append(qkv, *places, self.q_norm, self.k_norm, self.eps)
+        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm, "eps": self.eps}
         scale = self.head_dim**-0.5
-        places = (keys, values, step.slots, step.positions)
-        return self.o(ops.attention(q, *places, scale, self.window, one_sequence=step.one_sequence)), h
+        out = ops.rope_attention(qkv, *places, scale, self.window, one_sequence=step.one_sequence, **norms)
+        return self.o(out), h
 
 
 class Mlp:

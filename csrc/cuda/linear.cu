@@ -82,10 +82,9 @@ void linear_decode(const LinearWeight& w, const LinearArgs& args, const Launch& 
   }
   const std::string what = describe(w, args.x_dtype, args.m);
   if (args.gain != nullptr) {
-    a.norm_threads = norm_threads(w.k / 8);
     const bool aligned = a.x_aligned && aligned16(args.residual, args.residual_stride * 2) && aligned16(args.gain, 0);
-    if (x_is_float || !aligned || a.norm_threads == 0) {
-      throw std::invalid_argument(what + ": a norm before it takes aligned bf16 rows of at most 32,768");
+    if (x_is_float || !aligned || w.k > kMaxNormColumns) {
+      throw std::invalid_argument(what + ": a norm before it takes aligned bf16 rows of at most 16,384");
     }
     a.gain = args.gain;
     a.eps = args.eps;

@@ -91,9 +91,11 @@ struct Stream {
       if constexpr (Grouped) {
         const uint32_t record_to = record_ring + slot * a.plan.record_slot;
         if (8 * lane < a.plan.record_slot) copy_async_8(record_to, record_source);
+        if (a.plan.record_slot > 8 * kWarp) {
 #pragma unroll 1
-        for (int at = 8 * (lane + kWarp); at < a.plan.record_slot; at += 8 * kWarp) {
-          copy_async_8(record_to + at - 8 * lane, record_source + at - 8 * lane);
+          for (int at = 8 * (lane + kWarp); at < a.plan.record_slot; at += 8 * kWarp) {
+            copy_async_8(record_to + at - 8 * lane, record_source + at - 8 * lane);
+          }
         }
         record_source += a.plan.record_slot;
       }
@@ -138,18 +140,18 @@ struct Reduction {
           int* const to = red + ((slice * m_count + m) * kStripRows + 8 * h + lane / 4) * kWords;
           if constexpr (kRaw) {
 #pragma unroll
-            for (int d = 0; d < D; ++d) to[d] = tile.raw(t, d, 2 * h + j);
+            for (int d = 0; d < D; ++d) to[d] = tile.raw(t, d, h, j);
           } else if constexpr (Grouped) {
-            *to = __float_as_int(__fmul_rn(tile.sum[t][h][j], slice_scale));
+            *to = __float_as_int(__fmul_rn(tile.sum[t][h][j], slice_scale * (1.0f / Tiles::kTimes)));
           } else if constexpr (Format<F>::kInteger) {
             int raws[D], digits[D];
 #pragma unroll
-            for (int d = 0; d < D; ++d) raws[d] = tile.raw(t, d, 2 * h + j), digits[d] = sums[(slice * D + d) * C + m];
+            for (int d = 0; d < D; ++d) raws[d] = tile.raw(t, d, h, j), digits[d] = sums[(slice * D + d) * C + m];
             *to = __float_as_int(scale_sums<D>(raws, digits, rows[h], slice_scale));
           } else {
             float value{0.0f};  // the smallest terms first
 #pragma unroll
-            for (int d = D - 1; d >= 0; --d) value += tile.raw(t, d, 2 * h + j);
+            for (int d = D - 1; d >= 0; --d) value += tile.raw(t, d, h, j);
             *to = __float_as_int(__fmul_rn(value, slice_scale));
           }
         }
@@ -253,7 +255,7 @@ struct Reduction {
 // ---- kernel --------------------------------------------------------------------------------------------------
 
 template <WeightFormat F, bool Grouped, int D, int C>
-__global__ void __launch_bounds__(kDecodeThreads, C == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
     linear_decode_kernel(const __grid_constant__ DecodeArgs a) {
   using Fmt = Format<F>;
   using Reduce = Reduction<F, Grouped, D, C>;
@@ -297,16 +299,19 @@ __global__ void __launch_bounds__(kDecodeThreads, C == 1 ? 2 : 1)
   dependency_wait();
   dependency_release();
   uint8_t* const image = shared + p.image_at;
-  prepare_image<F, Grouped, D, C>(a, image, reinterpret_cast<float*>(shared + p.red_at), part);
+  prepare_image<F, Grouped, D, C>(a, image, shared + p.red_at, part);
   __syncthreads();
 
   constexpr int kChunk{8 * D * Fmt::kPlaneBytes};
-  PlaneAt<(C + 7) / 8> planes{shared, {}};
+  using Tiles = Tile<F, Grouped, D, C>;
+  PlaneAt<Tiles::kTiles> planes{shared, {}};
 #pragma unroll
-  for (int t = 0; t < (C + 7) / 8; ++t) {
-    planes.row[t] =
-        keep(p.image_at + p.planes_at + min(t * 8 + lane / 4, p.m - 1) * p.plane_pitch + slice_k / 8 * kChunk +
-             (F == WeightFormat::f32 ? lane % 4 / 2 * kChunk + lane % 2 * 8 : lane % 4 * kChunk));
+  for (int t = 0; t < Tiles::kTiles; ++t) {
+    const int row = min(Tiles::kDigits ? t * 4 + lane / 8 : t * 8 + lane / 4, p.m - 1);
+    const int at = Tiles::kDigits           ? lane % 4 * 32 + lane / 4 % 2 * 16
+                   : F == WeightFormat::f32 ? lane % 4 / 2 * kChunk + lane % 2 * 8
+                                            : lane % 4 * kChunk;
+    planes.row[t] = keep(p.image_at + p.planes_at + row * p.plane_pitch + slice_k / 8 * kChunk + at);
   }
   const int ring_read_at = keep(ring_at), group_mask = keep((1 << a.group_shift >> 5) - 1);
   const int first_sum = keep(Grouped ? (slice_k >> a.group_shift) * kGroupWords<D> * C : 0);
@@ -327,8 +332,8 @@ __global__ void __launch_bounds__(kDecodeThreads, C == 1 ? 2 : 1)
         read_record<F>(a, record, lane / 4, rows);
       }
     }
-    Tile<F, Grouped, D, C> tile;
-    PlaneAt<(C + 7) / 8> here{planes};
+    Tiles tile;
+    PlaneAt<Tiles::kTiles> here{planes};
     GroupAt group{nullptr, sums + first_sum};
 #pragma unroll 1
     for (int stage = 0; stage < slice_stages; ++stage) {
@@ -338,10 +343,11 @@ __global__ void __launch_bounds__(kDecodeThreads, C == 1 ? 2 : 1)
       multiply_stage<F, Grouped, D, C>(a, tile, shared + ring_read_at + slot * Fmt::kStageBytes, here, group,
                                        group_mask, begin * kStepK + stage * Fmt::kStageK, lane);
 #pragma unroll
-      for (int t = 0; t < (C + 7) / 8; ++t) here.row[t] += Fmt::kStageK / 8 * kChunk;
+      for (int t = 0; t < Tiles::kTiles; ++t) here.row[t] += Fmt::kStageK / 8 * kChunk;
       if constexpr (Grouped || !Fmt::kInteger) __syncwarp();  // all have read the slot
       slot = slot == kStages - 1 ? 0 : slot + 1;
       stream.issue();
+      if constexpr (Grouped) tile.end_stage(a, stage == slice_stages - 1);
     }
     Reduce reduce{a, sums, scales, red + in_flight * strip_words, part, strip, lane};
     if (lap > 0) barrier_wait(empty + in_flight * 8, (lap - 1) & 1);
@@ -364,9 +370,8 @@ template <WeightFormat F, bool Grouped, int D, int C>
 void launch_decode(const DecodeArgs& a, const Launch& launch, const std::string& what) {
   const auto text = [&] { return what; };
   if (a.images != nullptr) {
-    const int warps = a.plan.m << a.plan.slices_log;
-    launch_kernel(launch, text, linear_planes_kernel<F, Grouped, D, C>, dim3((warps + kDecodeWarps - 1) / kDecodeWarps),
-                  dim3(kDecodeThreads), 0, a);
+    launch_kernel(launch, text, linear_planes_kernel<F, Grouped, D, C>, dim3(a.plan.m), dim3(kDecodeThreads),
+                  kFloatActivations<F, D> ? 0 : 2 * kStepK * a.steps, a);
   }
   launch_kernel(launch, text, linear_decode_kernel<F, Grouped, D, C>, dim3(a.plan.grid), dim3(kDecodeThreads),
                 a.plan.shared_bytes, a);
@@ -374,9 +379,12 @@ void launch_decode(const DecodeArgs& a, const Launch& launch, const std::string&
 
 template <WeightFormat F, bool Grouped, int D>
 void launch_decode(const DecodeArgs& a, const Launch& launch, const std::string& what) {
-  if (a.plan.m == 1) {
+  const int columns = decode_columns(a.plan.m, kDigitColumns<F, D>);
+  if (columns == 1) {
     launch_decode<F, Grouped, D, 1>(a, launch, what);
-  } else if (a.plan.m <= 8) {
+  } else if (columns == 4) {
+    if constexpr (kDigitColumns<F, D>) launch_decode<F, Grouped, D, 4>(a, launch, what);
+  } else if (columns == 8) {
     launch_decode<F, Grouped, D, 8>(a, launch, what);
   } else {
     launch_decode<F, Grouped, D, 16>(a, launch, what);

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "linear.h"
-#include "norm.h"
+#include "norm_sum.cuh"
 #include "tiles.h"
 #include "vector.cuh"
 
@@ -23,6 +23,9 @@ struct Format {
 // bf16 activations take the fewest planes of a format, fp32 the most.
 template <WeightFormat F, int D>
 constexpr bool kFloatActivations{D == decode_planes(F, DType::f32)};
+
+template <WeightFormat F, int D>
+constexpr bool kDigitColumns{digit_columns(Format<F>::kInteger, D)};
 
 struct DecodeArgs {
   const uint8_t* data;
@@ -48,7 +51,6 @@ struct DecodeArgs {
   void* h;
   int64_t residual_stride;
   float eps;
-  int norm_threads;
   bool plus_one, swiglu;
   DecodePlan plan;
 };
@@ -95,6 +97,10 @@ struct Chunk {
   }
 };
 
+__device__ __forceinline__ Chunk<false> pack_chunk(const float (&v)[8]) {
+  return {{{pack2<bf16>(v[0], v[1]), pack2<bf16>(v[2], v[3]), pack2<bf16>(v[4], v[5]), pack2<bf16>(v[6], v[7])}}};
+}
+
 // Activations from column k on; zeros from `last` or K on. Vector loads need aligned rows and K a multiple of 8.
 template <bool Float, bool Aligned>
 __device__ __forceinline__ Chunk<Float> load_chunk(const DecodeArgs& a, int row, int k, int last) {
@@ -115,14 +121,8 @@ __device__ __forceinline__ Chunk<Float> load_chunk(const DecodeArgs& a, int row,
   return out;
 }
 
-// ---- RMSNorm of bf16 activations on their way in, to the bit as norm.cuh does it -------------------------------
-
-__device__ __forceinline__ Chunk<false> pack_chunk(const float (&v)[8]) {
-  return {{{pack2<bf16>(v[0], v[1]), pack2<bf16>(v[2], v[3]), pack2<bf16>(v[4], v[5]), pack2<bf16>(v[6], v[7])}}};
-}
-
-// x + residual, rounded; zeros from K on.
-__device__ __forceinline__ Chunk<false> load_sum(const DecodeArgs& a, int row, int k) {
+// Columns k to k + 7 of x + residual, rounded; zeros from K on. `keep`: also into h.
+__device__ __forceinline__ Chunk<false> load_sum(const DecodeArgs& a, int row, int k, bool keep) {
   Chunk<false> x = load_chunk<false, true>(a, row, k, a.k);
   if (a.residual == nullptr || k >= a.k) return x;
   const bf16* const residual = static_cast<const bf16*>(a.residual) + row * a.residual_stride + k;
@@ -131,56 +131,10 @@ __device__ __forceinline__ Chunk<false> load_sum(const DecodeArgs& a, int row, i
   x.unpack(v), r.unpack(w);
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] += w[i];
-  return pack_chunk(v);
+  x = pack_chunk(v);
+  if (keep) *reinterpret_cast<uint4*>(static_cast<bf16*>(a.h) + static_cast<int64_t>(row) * a.k + k) = x.word[0];
+  return x;
 }
-
-// What thread `thread` of norm_kernel's block adds to the sum of squares of a row; with `keep` it also writes h.
-__device__ __forceinline__ float norm_squares(const DecodeArgs& a, int row, int thread, bool keep) {
-  Chunk<false> held[kNormHeld];
-#pragma unroll
-  for (int i = 0; i < kNormHeld; ++i) held[i] = load_sum(a, row, 8 * (thread + i * a.norm_threads));
-  float sum{0.0f};
-#pragma unroll
-  for (int i = 0; i < kNormHeld; ++i) {
-    const int k = 8 * (thread + i * a.norm_threads);
-    float v[8];
-    held[i].unpack(v);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) sum = fmaf(v[j], v[j], sum);
-    if (keep && k < a.k)
-      *reinterpret_cast<uint4*>(static_cast<bf16*>(a.h) + static_cast<int64_t>(row) * a.k + k) = held[i].word[0];
-  }
-  return sum;
-}
-
-// By a whole warp: `part` is what warp `lane` of norm_kernel's block has, 0 beyond them.
-__device__ __forceinline__ float norm_factor(const DecodeArgs& a, float part) {
-  return rsqrtf(warp_sum(part) / static_cast<float>(a.k) + a.eps);
-}
-
-// One row of activations as the kernel multiplies them: x, or its norm.
-template <bool Float, bool Aligned>
-struct Input {
-  const DecodeArgs& a;
-  int row;
-  float factor;  // of the norm
-
-  __device__ __forceinline__ Chunk<Float> read(int k, int last) const {
-    if constexpr (!Float && Aligned) {
-      if (a.gain != nullptr) {
-        Chunk<false> chunk{};
-        if (k >= min(last, a.k)) return chunk;
-        float v[8], gain[8];
-        load_constant(a.gain + k, gain);
-        load_sum(a, row, k).unpack(v);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = v[i] * factor * (a.plus_one ? 1.0f + gain[i] : gain[i]);
-        return pack_chunk(v);
-      }
-    }
-    return load_chunk<Float, Aligned>(a, row, k, last);
-  }
-};
 
 // ---- planes --------------------------------------------------------------------------------------------------
 
@@ -225,7 +179,7 @@ __device__ __forceinline__ void store_planes(uint8_t* shared, const float (&v)[8
       sums[d] = __dp4a(static_cast<int>(plane[d].y), 0x01010101, sums[d]);
     }
     if constexpr (D == 2) {
-      *reinterpret_cast<uint4*>(shared) = make_uint4(plane[0].x, plane[0].y, plane[1].x, plane[1].y);
+      reinterpret_cast<uint2*>(shared)[0] = plane[0], reinterpret_cast<uint2*>(shared)[2] = plane[1];
     } else {
 #pragma unroll
       for (int d = 0; d < D; ++d) reinterpret_cast<uint2*>(shared)[d] = plane[d];
@@ -248,81 +202,171 @@ __device__ __forceinline__ void store_planes(uint8_t* shared, const float (&v)[8
   }
 }
 
+// Where 8 columns of a row's planes start, from column k on (a multiple of 8). Digits of 64 columns lie as the lanes
+// read them: [k / 8 % 4][digit][k / 32 % 2], so that 16 bytes serve two tiles and 8 lanes meet all banks.
+template <WeightFormat F, int D>
+__device__ __forceinline__ int plane_offset(int k) {
+  if constexpr (kDigitColumns<F, D>) {
+    return k / 64 * 128 + k / 8 % 4 * 32 + k / 32 % 2 * 8;
+  } else {
+    return k * D * Format<F>::kPlaneBytes;
+  }
+}
+
 // The power of two that brings `largest` (the bits of a non-negative float) just under the top of the planes' range,
 // and its inverse in `scale`, which is NaN where an activation is infinite or NaN, so that the row's outputs are.
 template <WeightFormat F, int D>
 __device__ __forceinline__ float normalizer(uint32_t largest, float& scale) {
   constexpr float kTop{F == WeightFormat::f16 ? 32768.0f : D == 2 ? 127.0f * 256 : 127.0f * 65536};
-  const float ratio = fminf(kTop / fmaxf(__uint_as_float(largest), 1e-30f), 1e37f);
-  const float inverse = __uint_as_float(__float_as_uint(ratio) & 0x7f800000u);
-  scale = largest >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : 1.0f / inverse;
-  return largest == 0 ? 0.0f : inverse;
+  // On the bits of floats: a difference of exponents, one less where the mantissa borrows; no division.
+  constexpr uint32_t kOne{0x3f800000u}, kExponent{0x7f800000u}, kLeast{0x0da24260u};  // 1e-30
+  const uint32_t inverse = (__float_as_uint(kTop) - max(largest, kLeast) + kOne) & kExponent;
+  scale = __uint_as_float(largest >= kExponent ? 0x7fc00000u : 2 * kOne - inverse);
+  return largest == 0 ? 0.0f : __uint_as_float(inverse);
 }
 
 // Words of a group's digit sums: two digits of a group of 128 fit int32 together, three do not.
 template <int D>
 constexpr int kGroupWords{D == 2 ? 1 : D};
 
+// ---- preparation -----------------------------------------------------------------------------------------------
+//
+// A block prepares whole rows, since RMSNorm needs all of a row; `subs` warps share a slice and take rounds of 256
+// columns in turn. Latency is all that counts here, so every phase goes over all rows before the block waits, and loops
+// stay rolled: this code runs once a launch, and instructions that are not in the cache cost more than the work.
+
 constexpr int kRound{8 * kWarp};  // columns of a warp at a time
 
-// The first rounds of a slice of a row stay in registers between maximum and planes.
-template <bool Float, bool Aligned>
-struct HeldSlice {
-  static constexpr int kRounds{Float ? 1 : 2};
-  Chunk<Float> chunk[kRounds];
+// Sums on their way, per row.
+template <int D>
+struct RowScratch {
+  float steps[kMaxNormColumns / kStepK];  // of squares
+  static_assert(kStepK == 8 * kNormLanes);
+  uint32_t largest[kDecodeWarps];
+  int sums[kMaxSlices * D];
+};
+static_assert(sizeof(RowScratch<3>) <= kDecodeWarps * kStripRows * sizeof(float));  // what the sums of one row take
 
-  __device__ __forceinline__ void load(const Input<Float, Aligned>& input, int first, int last) {
-#pragma unroll
-    for (int i = 0; i < kRounds; ++i) chunk[i] = input.read(first + i * kRound + 8 * (threadIdx.x % kWarp), last);
+// What one warp does of every row: its slice, counted from `first_slice` on, and its place in the slice.
+struct WarpShare {
+  int slice, sub, subs;
+  int first, last;  // columns of the slice
+  __device__ __forceinline__ WarpShare(const DecodeArgs& a, int first_slice, int log) {
+    const int warp = threadIdx.x / kWarp;
+    slice = warp & ((1 << log) - 1), sub = warp >> log, subs = kDecodeWarps >> log;
+    first = slice_begin(first_slice + slice, a.plan.slices_log, a.steps) * kStepK;
+    last = slice_begin(first_slice + slice + 1, a.plan.slices_log, a.steps) * kStepK;
   }
+  // The lane's columns of the warp's first round, and from one round to the next.
+  __device__ __forceinline__ int begin() const {
+    return first + sub * kRound + 8 * static_cast<int>(threadIdx.x % kWarp);
+  }
+  __device__ __forceinline__ int step() const { return subs * kRound; }
 };
 
-// Columns of a slice, and the first column of its part.
-struct SliceColumns {
-  int first, last, block;
+// Where a row's planes, sums and scales go, and where bf16 activations wait for their scale: in shared memory, for an
+// image there in the very place of their planes, which are as large.
+struct RowTarget {
+  uint8_t* planes;  // of column `first_column`
+  uint8_t* stage;   // of column 0
+  int first_column;
 };
 
-__device__ __forceinline__ SliceColumns slice_columns(const DecodeArgs& a, int part, int slice) {
-  const DecodePlan& p = a.plan;
-  const int at = (part << p.block_log) + slice;
-  return {slice_begin(at, p.slices_log, a.steps) * kStepK, slice_begin(at + 1, p.slices_log, a.steps) * kStepK,
-          slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK};
+// Brings bf16 activations of a row to the stage: x, or h with its sums of squares. Returns the largest magnitude of x.
+template <bool Aligned>
+__device__ __forceinline__ uint32_t stage_row(const DecodeArgs& a, const WarpShare& share, int row, uint8_t* stage,
+                                              float* step_sums, bool keep) {
+  const int begin = share.begin(), step = share.step(), lane = threadIdx.x % kWarp;
+  const auto place = [&](int k) { return reinterpret_cast<uint4*>(stage + 2 * k); };
+  uint32_t largest{0};
+  if (a.gain != nullptr) {
+    if constexpr (Aligned) {
+#pragma unroll 1
+      for (int k = begin; k - 8 * lane < share.last; k += step) {  // all lanes together
+        float v[8], sum{0.0f};
+        if (k < share.last) {
+          const Chunk<false> h = load_sum(a, row, k, keep);
+          *place(k) = h.word[0];
+          h.unpack(v);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) sum = fmaf(v[i], v[i], sum);
+        }
+        sum = norm_step_sum(sum);
+        if (lane % 16 == 0 && k < share.last) step_sums[k / kStepK] = sum;
+      }
+    }
+  } else {
+    constexpr int kHeld{4};  // loads under way together
+#pragma unroll 1
+    for (int first = begin; first < share.last; first += kHeld * step) {
+      Chunk<false> chunk[kHeld];
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        chunk[i] = {};
+        if (first + i * step < share.last) chunk[i] = load_chunk<false, Aligned>(a, row, first + i * step, share.last);
+      }
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        if (first + i * step < share.last) *place(first + i * step) = chunk[i].word[0];
+        largest = max(largest, chunk[i].largest());
+      }
+    }
+  }
+  return largest;
 }
 
-// Planes, sums and scales of one slice of one row, by one warp, into `image` (laid out as the plan says).
-template <WeightFormat F, bool Grouped, int D, int C, bool Aligned>
-__device__ __forceinline__ void prepare_slice(const DecodeArgs& a, uint8_t* image, const SliceColumns& columns,
-                                              int slice, const Input<kFloatActivations<F, D>, Aligned>& input,
-                                              const HeldSlice<kFloatActivations<F, D>, Aligned>& held) {
-  constexpr bool kFloat{kFloatActivations<F, D>};
-  constexpr int kHeld{HeldSlice<kFloat, Aligned>::kRounds};
-  const DecodePlan& p = a.plan;
-  const int lane = threadIdx.x % kWarp, row = input.row;
-  const auto [first, last, block_k] = columns;
-  int* const sums = reinterpret_cast<int*>(image + p.sums_at);
-
-  float inverse{1.0f}, scale{1.0f};
-  if constexpr (Format<F>::kScaled) {
-    uint32_t largest{0};
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) largest = max(largest, held.chunk[i].largest());
+// Norms what is staged, in place, as rms_norm rounds it. Returns the largest magnitude.
+__device__ __forceinline__ uint32_t norm_staged(const DecodeArgs& a, const WarpShare& share, uint8_t* stage,
+                                                const float* step_sums) {
+  const int begin = share.begin();
+  float gain[8];
+  if (begin < min(share.last, a.k)) load_constant(a.gain + begin, gain);
+  const float factor = rsqrtf(norm_row_sum(step_sums, a.steps) / static_cast<float>(a.k) + a.eps);
+  uint32_t largest{0};
 #pragma unroll 1
-    for (int k = first + kHeld * kRound + 8 * lane; k < last; k += kRound) {
-      largest = max(largest, input.read(k, last).largest());
-    }
-    inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
+  for (int k = begin; k < min(share.last, a.k); k += share.step()) {
+    uint4* const at = reinterpret_cast<uint4*>(stage + 2 * k);
+    Chunk<false> chunk{{*at}};
+    float v[8];
+    chunk.unpack(v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = v[i] * factor * (a.plus_one ? 1.0f + gain[i] : gain[i]);
+    chunk = pack_chunk(v);
+    *at = chunk.word[0];
+    largest = max(largest, chunk.largest());
+    if (k + share.step() < min(share.last, a.k)) load_constant(a.gain + k + share.step(), gain);
   }
-  if (lane == 0) reinterpret_cast<float*>(image + p.scales_at)[slice * C + row] = scale;
+  return largest;
+}
 
-  int slice_sum[D]{};
-  const auto emit = [&](const Chunk<kFloat>& chunk, int base) {  // all lanes together
-    const int k = base + 8 * lane;
+// Planes of a row from its staged (fp32: its own) activations; digit sums of groups go to `sums`, of slices to
+// `slice_sums`.
+template <WeightFormat F, bool Grouped, int D, int C, bool Aligned>
+__device__ __forceinline__ void emit_row(const DecodeArgs& a, const WarpShare& share, int row, const RowTarget& to,
+                                         float inverse, int* sums, int* slice_sums) {
+  constexpr bool kFloat{kFloatActivations<F, D>};
+  const int lane = threadIdx.x % kWarp;
+  int total[D]{};
+#pragma unroll 1
+  for (int k = share.begin(); k - 8 * lane < share.last; k += share.step()) {  // all lanes together
     int sum[D]{};
-    if (k < last) {
-      float v[8];
+    float v[8];
+    if (k < share.last) {
+      Chunk<kFloat> chunk;
+      if constexpr (kFloat) {
+        chunk = load_chunk<true, Aligned>(a, row, k, share.last);
+      } else {
+        chunk.word[0] = *reinterpret_cast<const uint4*>(to.stage + 2 * k);
+      }
       chunk.unpack(v);
-      uint8_t* const at = image + p.planes_at + row * p.plane_pitch + (k - block_k) * D * Format<F>::kPlaneBytes;
-      store_planes<F, D>(at, v, inverse, sum);
+    }
+    __syncwarp();  // neighbours have read what this lane may write over
+    if (k < share.last) {
+      const int at = k - to.first_column;
+      // In digit columns, a lane of the tile finds 8 columns and the 8 that are 32 further side by side.
+      const int offset =
+          kDigitColumns<F, D> ? at / 64 * 128 + at / 8 % 4 * 32 + at / 32 % 2 * 8 : at * D * Format<F>::kPlaneBytes;
+      store_planes<F, D>(to.planes + offset, v, inverse, sum);
     }
     if constexpr (Grouped) {
       const int lanes = (1 << a.group_shift) / 8;
@@ -334,112 +378,134 @@ __device__ __forceinline__ void prepare_slice(const DecodeArgs& a, uint8_t* imag
           if (offset < lanes) sum[d] += other;
         }
       }
-      if (k < last && lane % lanes == 0) {
-        int* const to = sums + ((k - block_k) >> a.group_shift) * kGroupWords<D> * C + row;
+      if (k < share.last && lane % lanes == 0) {
+        int* const at = sums + ((k - to.first_column) >> a.group_shift) * kGroupWords<D> * C + row;
         if constexpr (D == 2) {
-          *to = sum[0] * 256 + sum[1];
+          *at = sum[0] * 256 + sum[1];
         } else {
 #pragma unroll
-          for (int d = 0; d < D; ++d) to[d * C] = sum[d];
+          for (int d = 0; d < D; ++d) at[d * C] = sum[d];
         }
       }
     } else {
 #pragma unroll
-      for (int d = 0; d < D; ++d) slice_sum[d] += sum[d];
+      for (int d = 0; d < D; ++d) total[d] += sum[d];
     }
-  };
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    if (first + i * kRound < last) emit(held.chunk[i], first + i * kRound);
-  }
-#pragma unroll 1
-  for (int base = first + kHeld * kRound; base < last; base += kRound) {
-    emit(input.read(base + 8 * lane, last), base);
   }
   if constexpr (Format<F>::kInteger && !Grouped) {
 #pragma unroll
     for (int d = 0; d < D; ++d) {
-      const int total = __reduce_add_sync(kAllLanes, slice_sum[d]);
-      if (lane == 0) sums[(slice * D + d) * C + row] = total;
+      const int all = __reduce_add_sync(kAllLanes, total[d]);
+      if (lane == 0) atomicAdd(slice_sums + share.slice * D + d, all);
     }
   }
 }
 
-// One warp per slice and row, for plans whose blocks copy their part's image instead of preparing it again.
+// Rows [first_row, end_row) of slices [first_slice, first_slice + (1 << log)) by the whole block. target_of(row) is
+// where the planes go; image_of(slice) the image that holds the slice. The block synchronizes before it uses the
+// result.
+template <WeightFormat F, bool Grouped, int D, int C, bool Aligned, class TargetOf, class ImageOf>
+__device__ __forceinline__ void prepare_rows(const DecodeArgs& a, int first_row, int end_row, int first_slice, int log,
+                                             RowScratch<D>* scratch, TargetOf target_of, ImageOf image_of) {
+  constexpr bool kFloat{kFloatActivations<F, D>}, kScaled{Format<F>::kScaled};
+  const DecodePlan& p = a.plan;
+  const WarpShare share(a, first_slice, log);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const bool keep = a.h != nullptr && static_cast<int>(blockIdx.x) == first_row;
+  const auto put_largest = [&](RowScratch<D>& here, uint32_t largest) {
+    largest = __reduce_max_sync(kAllLanes, largest);
+    if (lane == 0) here.largest[warp] = largest;
+  };
+#pragma unroll 1
+  for (int row = first_row; row < end_row; ++row) {
+    RowScratch<D>& here = scratch[row - first_row];
+    if (threadIdx.x < kMaxSlices * D) here.sums[threadIdx.x] = 0;
+    if constexpr (!kFloat) {
+      const uint32_t largest = stage_row<Aligned>(a, share, row, target_of(row).stage, here.steps, keep);
+      if (kScaled && a.gain == nullptr) put_largest(here, largest);
+    } else if constexpr (kScaled) {
+      uint32_t largest{0};
+#pragma unroll 2
+      for (int k = share.begin(); k < share.last; k += share.step()) {
+        largest = max(largest, load_chunk<true, Aligned>(a, row, k, share.last).largest());
+      }
+      put_largest(here, largest);
+    }
+  }
+  __syncthreads();
+  if (!kFloat && a.gain != nullptr) {
+#pragma unroll 1
+    for (int row = first_row; row < end_row; ++row) {
+      RowScratch<D>& here = scratch[row - first_row];
+      put_largest(here, norm_staged(a, share, target_of(row).stage, here.steps));
+    }
+    __syncthreads();
+  }
+  const int in_part = share.slice & (p.block_slices() - 1);
+  uint8_t* const image = image_of(share.slice);
+#pragma unroll 1
+  for (int row = first_row; row < end_row; ++row) {
+    RowScratch<D>& here = scratch[row - first_row];
+    float inverse{1.0f}, scale{1.0f};
+    if constexpr (kScaled) {
+      uint32_t largest = here.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
+      inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
+    }
+    if (share.sub == 0 && lane == 0) reinterpret_cast<float*>(image + p.scales_at)[in_part * C + row] = scale;
+    emit_row<F, Grouped, D, C, Aligned>(a, share, row, target_of(row), inverse,
+                                        reinterpret_cast<int*>(image + p.sums_at), here.sums);
+  }
+  if constexpr (Format<F>::kInteger && !Grouped) {
+    __syncthreads();
+    if (share.sub == 0 && lane < D) {
+#pragma unroll 1
+      for (int row = first_row; row < end_row; ++row) {
+        int* const sums = reinterpret_cast<int*>(image + p.sums_at);
+        sums[(in_part * D + lane) * C + row] = scratch[row - first_row].sums[share.slice * D + lane];
+      }
+    }
+  }
+}
+
+// One block per row, for plans whose blocks copy their part's image instead of preparing it again.
 template <WeightFormat F, bool Grouped, int D, int C>
 __global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __grid_constant__ DecodeArgs a) {
+  extern __shared__ __align__(16) uint8_t stage[];
+  __shared__ RowScratch<D> scratch;
   dependency_wait();
   dependency_release();
-  const int warp = blockIdx.x * kDecodeWarps + threadIdx.x / kWarp;
-  if (warp >= a.plan.m << a.plan.slices_log) return;
-  const int slice = warp & (a.plan.slices() - 1), row = warp >> a.plan.slices_log, part = slice >> a.plan.block_log;
-  uint8_t* const image = a.images + part * a.plan.image_bytes;
-  const int in_part = slice & (a.plan.block_slices() - 1);
-  const SliceColumns columns = slice_columns(a, part, in_part);
-  float factor{1.0f};
-  if (a.gain != nullptr) {  // every warp of a row adds up all of it
-    const int lane = threadIdx.x % kWarp;
-    float part{0.0f};
-    for (int w = 0; w < a.norm_threads / kWarp; ++w) {
-      const float sum = warp_sum(norm_squares(a, row, w * kWarp + lane, slice == 0 && a.h != nullptr));
-      if (lane == w) part = sum;
-    }
-    factor = norm_factor(a, part);
-  }
+  const DecodePlan& p = a.plan;
+  const int row = blockIdx.x;
+  const WarpShare share(a, 0, p.slices_log);
+  const int part = share.slice >> p.block_log;
+  const auto target_of = [&](int) {
+    return RowTarget{a.images + part * p.image_bytes + p.planes_at + row * p.plane_pitch, stage,
+                     slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK};
+  };
+  const auto image_of = [&](int slice) { return a.images + (slice >> p.block_log) * p.image_bytes; };
   const auto prepare = [&]<bool Aligned>() {
-    const Input<kFloatActivations<F, D>, Aligned> input{a, row, factor};
-    HeldSlice<kFloatActivations<F, D>, Aligned> held;
-    held.load(input, columns.first, columns.last);
-    prepare_slice<F, Grouped, D, C, Aligned>(a, image, columns, in_part, input, held);
+    prepare_rows<F, Grouped, D, C, Aligned>(a, row, row + 1, 0, p.slices_log, &scratch, target_of, image_of);
   };
   a.x_aligned ? prepare.template operator()<true>() : prepare.template operator()<false>();
 }
 
-// The block's image, into shared memory; `scratch` there holds a warp of floats for every row of x.
+// The block's image, into shared memory; `scratch` there holds a RowScratch for every row of x.
 template <WeightFormat F, bool Grouped, int D, int C>
-__device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, float* scratch, int part) {
+__device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, void* scratch, int part) {
   const DecodePlan& p = a.plan;
   if (a.images != nullptr) {
     const uint4* const from = reinterpret_cast<const uint4*>(a.images + part * p.image_bytes);
 #pragma unroll 4
     for (int i = threadIdx.x; i < p.image_bytes / 16; i += kDecodeThreads) reinterpret_cast<uint4*>(image)[i] = from[i];
-  } else {
-    // A warp keeps its slice and goes through rows, the next row's loads under way while it works on one.
-    constexpr bool kFloat{kFloatActivations<F, D>};
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, slice = warp & (p.block_slices() - 1);
-    const int norm_warps = a.norm_threads / kWarp;
-    const bool normed = !kFloat && a.gain != nullptr;
-    if (normed) {
-#pragma unroll 1
-      for (int item = warp; item < p.m * norm_warps; item += kDecodeWarps) {
-        const int row = C == 1 ? 0 : item / norm_warps, w = item - row * norm_warps;
-        const float sum = warp_sum(norm_squares(a, row, w * kWarp + lane, blockIdx.x == 0 && a.h != nullptr));
-        if (lane == 0) scratch[row * kWarp + w] = sum;
-      }
-      __syncthreads();
-    }
-    const auto factor_of = [&](int row) {
-      return normed ? norm_factor(a, lane < norm_warps ? scratch[row * kWarp + lane] : 0.0f) : 1.0f;
-    };
-    const SliceColumns columns = slice_columns(a, part, slice);
-    HeldSlice<kFloat, true> held, next;
-    int row = warp >> p.block_log;
-    float factor{1.0f};
-    if (row < p.m) {
-      factor = factor_of(row);
-      next.load(Input<kFloat, true>{a, row, factor}, columns.first, columns.last);
-    }
-#pragma unroll 1
-    for (; row < p.m; row += p.block_strips) {
-      held = next;
-      const Input<kFloat, true> now{a, row, factor};
-      if (C > 1 && row + p.block_strips < p.m) {
-        factor = factor_of(row + p.block_strips);
-        next.load(Input<kFloat, true>{a, row + p.block_strips, factor}, columns.first, columns.last);
-      }
-      prepare_slice<F, Grouped, D, C, true>(a, image, columns, slice, now, held);
-    }
+    return;
   }
+  const int first_column = slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK;
+  const auto target_of = [&](int row) {
+    uint8_t* const planes = image + p.planes_at + row * p.plane_pitch;
+    return RowTarget{planes, planes - 2 * first_column, first_column};
+  };
+  prepare_rows<F, Grouped, D, C, true>(a, 0, p.m, part << p.block_log, p.block_log,
+                                       static_cast<RowScratch<D>*>(scratch), target_of, [&](int) { return image; });
 }
 
 }  // namespace nibblelm::cuda

@@ -33,6 +33,12 @@ struct RowTerms {
   int zero;
 };
 
+// Two scales of 16 bits.
+__device__ __forceinline__ void unpack_pair(uint32_t pair, bool brain, float& low, float& high) {
+  low = brain ? __uint_as_float(pair << 16) : __half2float(__ushort_as_half(pair & 0xffff));
+  high = brain ? __uint_as_float(pair & 0xffff0000u) : __half2float(__ushort_as_half(pair >> 16));
+}
+
 // Of rows r and r + 8 of a record.
 template <WeightFormat F>
 __device__ __forceinline__ void read_record(const DecodeArgs& a, const uint8_t* record, int r, RowTerms (&rows)[2]) {
@@ -41,10 +47,7 @@ __device__ __forceinline__ void read_record(const DecodeArgs& a, const uint8_t* 
       const float2 pair = reinterpret_cast<const float2*>(at)[r];
       low = pair.x, high = pair.y;
     } else {
-      const uint32_t pair = reinterpret_cast<const uint32_t*>(at)[r];
-      const bool brain = a.scale_dtype == DType::bf16;
-      low = brain ? __uint_as_float(pair << 16) : __half2float(__ushort_as_half(pair & 0xffff));
-      high = brain ? __uint_as_float(pair & 0xffff0000u) : __half2float(__ushort_as_half(pair >> 16));
+      unpack_pair(reinterpret_cast<const uint32_t*>(at)[r], a.scale_dtype == DType::bf16, low, high);
     }
   };
   read_pair(record, rows[0].scale, rows[1].scale);
@@ -75,27 +78,43 @@ __device__ __forceinline__ float scale_sums(const int (&raw)[D], const int (&dig
 // Sums of one strip in a warp: raw ones (int32, or fp32 for full formats), and scaled ones for weights with groups.
 template <WeightFormat F, bool Grouped, int D, int C>
 struct Tile {
-  static constexpr int kTiles{(C + 7) / 8};       // of 8 columns
-  static constexpr int kColumns{C == 1 ? 1 : 2};  // of a thread in a tile
-  // int4 per row: low nibbles, and high ones times 16, which saves their shift.
-  static constexpr int kSets{F == WeightFormat::int4 && !Grouped ? 2 : 1};
-  typename Format<F>::Accumulator acc[kSets][kTiles][D][4]{};
+  static constexpr bool kDigits{
+      kDigitColumns<F, D>};  // column 2 m + d is digit d of row m of x, else column m is row m
+  static constexpr int kTiles{kDigits ? (C + 3) / 4 : (C + 7) / 8};  // of 8 columns
+  static constexpr int kPlanes{kDigits ? 1 : D};                     // tensor-core products of a tile
+  static constexpr int kColumns{kDigits || C == 1 ? 1 : 2};          // rows of x of a thread in a tile
+  // With one row of x all four lanes of a quad have its sums: each scales one of four groups.
+  static constexpr bool kFours{Grouped && kDigits && C == 1};
+  // int4: low nibbles, and high ones times 16, which saves their shift; where every group takes its own sums, not.
+  static constexpr int kSets{F == WeightFormat::int4 && (!Grouped || kFours) ? 2 : 1};
+  static constexpr int kTimes{kFours && kSets == 2 ? 16 : 1};  // what `sum` is too large by
+  typename Format<F>::Accumulator acc[kSets][kTiles][kPlanes][4]{};
   float sum[Grouped ? kTiles : 1][2][kColumns]{};  // [tile][row half][column]
+  // Of kFours: groups since the last addition; the sums of all groups; of this lane's group its sums and its record.
+  int groups{0}, before[2]{}, value[2]{}, digit_sum{0}, zeros{0};
+  uint32_t scales{0};
 
-  // The sum of element q of plane d.
-  __device__ __forceinline__ auto raw(int t, int d, int q) const {
+  // The sum of plane d in row half h and this lane's column j of tile t.
+  __device__ __forceinline__ auto raw(int t, int d, int h, int j) const {
+    const auto element = [&](int set) { return kDigits ? acc[set][t][0][2 * h + d] : acc[set][t][d][2 * h + j]; };
     if constexpr (kSets == 2) {
-      return acc[0][t][d][q] + (acc[1][t][d][q] >> 4);
+      return element(0) + (element(1) >> 4);
     } else {
-      return acc[0][t][d][q];
+      return element(0);
     }
   }
 
-  // The column of x of this lane's column j of tile t.
-  static __device__ __forceinline__ int column(int t, int j, int lane) { return C == 1 ? 0 : t * 8 + lane % 4 * 2 + j; }
+  // The row of x of this lane's column j of tile t.
+  static __device__ __forceinline__ int column(int t, int j, int lane) {
+    return C == 1 ? 0 : kDigits ? t * 4 + lane % 4 : t * 8 + lane % 4 * 2 + j;
+  }
 
   // Adds the scaled sums of a group, whose digit sums are `sums`, and clears the raw ones.
   __device__ __forceinline__ void end_group(const DecodeArgs& a, const uint8_t* record, const int* sums, int lane) {
+    if constexpr (kFours) {
+      hold_group(a, record, sums, lane);
+      return;
+    }
     RowTerms rows[2];
     read_record<F>(a, record, lane / 4, rows);
 #pragma unroll
@@ -105,28 +124,88 @@ struct Tile {
         const int m = column(t, j, lane);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          float value;
           if constexpr (D == 2) {
-            const int both = raw(t, 0, 2 * h + j) * 256 + raw(t, 1, 2 * h + j) - rows[h].zero * sums[m];
-            value = __fmul_rn(rows[h].scale, static_cast<float>(both));
-            if (a.has_minimum) value = fmaf(rows[h].minimum, static_cast<float>(sums[m]), value);
+            const int both = raw(t, 0, h, j) * 256 + raw(t, 1, h, j) - rows[h].zero * sums[m];
+            sum[t][h][j] = fmaf(rows[h].scale, static_cast<float>(both), sum[t][h][j]);
+            if (a.has_minimum) sum[t][h][j] = fmaf(rows[h].minimum, static_cast<float>(sums[m]), sum[t][h][j]);
           } else {
             int raws[D], digits[D];
 #pragma unroll
-            for (int d = 0; d < D; ++d) raws[d] = raw(t, d, 2 * h + j), digits[d] = sums[d * C + m];
-            value = scale_sums<D>(raws, digits, rows[h], 1.0f);
+            for (int d = 0; d < D; ++d) raws[d] = raw(t, d, h, j), digits[d] = sums[d * C + m];
+            sum[t][h][j] += scale_sums<D>(raws, digits, rows[h], 1.0f);
           }
-          sum[t][h][j] += value;
         }
       }
 #pragma unroll
-      for (int d = 0; d < D; ++d) acc[0][t][d][0] = acc[0][t][d][1] = acc[0][t][d][2] = acc[0][t][d][3] = 0;
+      for (int d = 0; d < kPlanes; ++d) acc[0][t][d][0] = acc[0][t][d][1] = acc[0][t][d][2] = acc[0][t][d][3] = 0;
+    }
+  }
+
+  // The group's sums are what the raw ones grew by: modulo 2^32 those may overflow. Lane `groups` of the quad keeps
+  // them, but rare records are too wide to keep.
+  __device__ __forceinline__ void hold_group(const DecodeArgs& a, const uint8_t* record, const int* sums, int lane) {
+    int grown[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint32_t digits[2];
+#pragma unroll
+      for (int d = 0; d < 2; ++d) {
+        digits[d] = static_cast<uint32_t>(acc[0][0][0][2 * h + d]);
+        if constexpr (kSets == 2) digits[d] = digits[d] * 16u + static_cast<uint32_t>(acc[1][0][0][2 * h + d]);
+      }
+      const uint32_t all = digits[0] * 256u + digits[1];
+      grown[h] = static_cast<int>(all - static_cast<uint32_t>(before[h]));
+      before[h] = static_cast<int>(all);
+    }
+    if (a.scale_dtype == DType::f32 || a.has_minimum) {
+      RowTerms rows[2];
+      read_record<F>(a, record, lane / 4, rows);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum[0][h][0] =
+            fmaf(rows[h].scale, static_cast<float>(grown[h] - rows[h].zero * (sums[0] * kTimes)), sum[0][h][0]);
+        if (a.has_minimum) sum[0][h][0] = fmaf(rows[h].minimum, static_cast<float>(sums[0]) * kTimes, sum[0][h][0]);
+      }
+      return;
+    }
+    if (lane % 4 == groups) {
+      value[0] = grown[0], value[1] = grown[1], digit_sum = sums[0];
+      const int r = lane / 4;
+      scales = reinterpret_cast<const uint32_t*>(record)[r];
+      zeros = F == WeightFormat::int4 ? record[32 + r] : reinterpret_cast<const uint16_t*>(record + 32)[r];
+    }
+    ++groups;
+  }
+
+  // Adds up to four groups in their order; those that were not reached are zeros.
+  __device__ __forceinline__ void add_groups(const DecodeArgs& a) {
+    float scale[2], product[2];
+    unpack_pair(scales, a.scale_dtype == DType::bf16, scale[0], scale[1]);
+    constexpr int kBits{F == WeightFormat::int4 ? 4 : 8};
+    const int zero[2]{a.has_zero ? zeros & (1 << kBits) - 1 : a.default_zero,
+                      a.has_zero ? zeros >> kBits : a.default_zero};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) product[h] = static_cast<float>(value[h] - zero[h] * (digit_sum * kTimes));
+#pragma unroll
+    for (int lane = 0; lane < 4; ++lane) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        sum[0][h][0] = __shfl_sync(kAllLanes, fmaf(scale[h], product[h], sum[0][h][0]), lane, 4);
+      }
+    }
+    groups = value[0] = value[1] = digit_sum = 0;
+  }
+
+  // After every stage, of 1, 2 or 4 groups, and after the last.
+  __device__ __forceinline__ void end_stage(const DecodeArgs& a, bool last) {
+    if constexpr (kFours) {
+      if (groups == 4 || (last && groups != 0)) add_groups(a);
     }
   }
 };
 
-// This lane's place in the planes: its 8 columns of K in the row of x that is its column of the tensor-core tile. Lanes
-// beyond the last row of x read that row again: their columns of the result are not used.
+// This lane's place in the planes: its 8 columns of K in the plane or digit that is its column of the tensor-core tile.
+// Lanes beyond the last row of x read that row again: their columns of the result are not used.
 template <int Tiles>
 struct PlaneAt {
   const uint8_t* shared;
@@ -144,16 +223,8 @@ __device__ __forceinline__ void multiply_codes(int (&acc)[Tiles][D][4], const ui
                                                const PlaneAt<Tiles>& planes, int offset) {
 #pragma unroll
   for (int t = 0; t < Tiles; ++t) {
-    uint2 b[D];
-    if constexpr (D == 2) {
-      const uint4 both = planes.template read<uint4>(t, offset);
-      b[0] = make_uint2(both.x, both.y), b[1] = make_uint2(both.z, both.w);
-    } else {
 #pragma unroll
-      for (int d = 0; d < D; ++d) b[d] = planes.template read<uint2>(t, offset + d * 8);
-    }
-#pragma unroll
-    for (int d = 0; d < D; ++d) mma(acc[t][d], a, b[d]);
+    for (int d = 0; d < D; ++d) mma(acc[t][d], a, planes.template read<uint2>(t, offset + d * 8));
   }
 }
 
@@ -212,14 +283,16 @@ struct GroupAt {
 // Adds the products of the stage at `here` (in the ring) with the planes; k is its first column.
 template <WeightFormat F, bool Grouped, int D, int C>
 __device__ __forceinline__ void multiply_stage(const DecodeArgs& a, Tile<F, Grouped, D, C>& tile, const uint8_t* here,
-                                               const PlaneAt<(C + 7) / 8>& planes, GroupAt& group, int group_mask,
-                                               int k, int lane) {
+                                               const PlaneAt<Tile<F, Grouped, D, C>::kTiles>& planes, GroupAt& group,
+                                               int group_mask, int k, int lane) {
   using Fmt = Format<F>;
+  using Tiles = Tile<F, Grouped, D, C>;
   constexpr int kChunk{8 * D * Fmt::kPlaneBytes};
   if constexpr (Fmt::kInteger) {
     uint4 w[Fmt::kCopies];
 #pragma unroll
     for (int i = 0; i < Fmt::kCopies; ++i) w[i] = *reinterpret_cast<const uint4*>(here + i * 512 + lane * 16);
+    uint4 digits[Tiles::kTiles];  // of 32 columns, and of 32 more
 #pragma unroll
     for (int t = 0; t < kStepK / 32; ++t) {
       const uint4 from = w[t * Fmt::kCopies / 4];
@@ -234,9 +307,18 @@ __device__ __forceinline__ void multiply_stage(const DecodeArgs& a, Tile<F, Grou
           }
         }
       }
-      multiply_codes(tile.acc[t % tile.kSets], words, planes, t * 4 * kChunk);
+      if constexpr (Tiles::kDigits) {
+#pragma unroll
+        for (int i = 0; i < Tiles::kTiles; ++i) {
+          if (t % 2 == 0) digits[i] = planes.template read<uint4>(i, t * 64);
+          const uint4 b = digits[i];
+          mma(tile.acc[t % tile.kSets][i][0], words, t % 2 == 0 ? make_uint2(b.x, b.y) : make_uint2(b.z, b.w));
+        }
+      } else {
+        multiply_codes(tile.acc[t % tile.kSets], words, planes, t * 4 * kChunk);
+      }
       if constexpr (Grouped) {
-        if (((t + 1) & group_mask) == 0) {
+        if (t == 3 || (t == 1 ? group_mask < 3 : group_mask == 0)) {  // the mask is 0, 1 or 3
           tile.end_group(a, group.record, group.sums, lane);
           group.record += a.record_bytes;
           group.sums += kGroupWords<D> * C;

@@ -5,16 +5,32 @@
 #include <string>
 
 #include "norm.h"
+#include "norm_sum.cuh"
 #include "vector.cuh"
 
 namespace nibblelm::cuda {
 
 constexpr int kNormMaxThreads{1024};
-constexpr int kNormRowsPerBlock{8};  // for rows so short that one warp takes a row
+constexpr int kNormRowsPerBlock{8};   // for rows so short that one warp takes a row
+constexpr int kNormShortVectors{64};  // 16-byte accesses of such a row at most
+constexpr int kNormMaxSteps{256};     // of a row, or of the short rows of a block
 
-// The sum over the threads of one row: a warp (scratch unused) or the block.
-__device__ __forceinline__ float row_sum(float x, float* scratch) {
-  return blockDim.x == kWarp ? warp_sum(x) : block_sum(x, scratch);
+// The sum over a row whose threads (a warp, or the block) hold kHeld groups each: group i * blockDim.x + threadIdx.x is
+// the i-th. `scratch` is the row's own.
+template <int kHeld>
+__device__ __forceinline__ float row_sum(float (&groups)[kHeld], float* scratch) {
+  const int steps = static_cast<int>(blockDim.x) / kNormLanes;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const float sum = norm_step_sum(groups[i]);
+    if (threadIdx.x % kNormLanes == 0) scratch[i * steps + threadIdx.x / kNormLanes] = sum;
+  }
+  if (blockDim.x == kWarp) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+  return norm_row_sum(scratch, kHeld * steps);
 }
 
 // One row of one thread's pointers.
@@ -52,9 +68,10 @@ struct NormRow {
 // groups of V values. kCentre subtracts the mean (LayerNorm).
 template <class T, int V, bool kCentre, int kHeld>
 __global__ void __launch_bounds__(kNormMaxThreads) norm_kernel(NormArgs a) {
-  __shared__ float scratch[2][kWarp];
+  __shared__ float scratch[2][kNormMaxSteps];
   dependency_wait();
   dependency_release();
+  const int row_scratch = threadIdx.y * (kNormMaxSteps / kNormRowsPerBlock);
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (index >= a.rows) return;
   const NormRow<T> row(a, index);
@@ -81,22 +98,22 @@ __global__ void __launch_bounds__(kNormMaxThreads) norm_kernel(NormArgs a) {
   }
 
   const float count = static_cast<float>(a.columns);
-  float mean = 0.0f, sum = 0.0f;
+  float mean = 0.0f, sums[kHeld]{};
   if constexpr (kCentre) {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i)
 #pragma unroll
-      for (int j = 0; j < V; ++j) sum += v[i][j];
-    mean = row_sum(sum, scratch[0]) / count;
-    sum = 0.0f;
+      for (int j = 0; j < V; ++j) sums[i] += v[i][j];
+    mean = row_sum(sums, scratch[0] + row_scratch) / count;
   }
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
+    sums[i] = 0.0f;
     if (column(i) >= a.columns) continue;
 #pragma unroll
-    for (int j = 0; j < V; ++j) sum = fmaf(v[i][j] - mean, v[i][j] - mean, sum);
+    for (int j = 0; j < V; ++j) sums[i] = fmaf(v[i][j] - mean, v[i][j] - mean, sums[i]);
   }
-  const float factor = rsqrtf(row_sum(sum, scratch[1]) / count + a.eps);
+  const float factor = rsqrtf(row_sum(sums, scratch[1] + row_scratch) / count + a.eps);
 #pragma unroll
   for (int i = 0; i < kHeld; ++i)
     if (column(i) < a.columns) row.finish(a, v[i], column(i), mean, factor);
@@ -147,15 +164,17 @@ __global__ void __launch_bounds__(kNormMaxThreads) norm_long_kernel(NormArgs a) 
 
 template <class T, int V, bool kCentre, class What>
 void launch_norm(const NormArgs& a, const Launch& launch, What what) {
-  const int vectors = ceil_div(a.columns, V), threads = norm_threads(vectors);
-  if (threads == 0) {
+  constexpr int kHeld[]{2, 4};
+  const int vectors = ceil_div(a.columns, V);
+  if (vectors > kNormMaxThreads * kHeld[1]) {
     launch_kernel(launch, what, norm_long_kernel<T, V, kCentre>, dim3(static_cast<unsigned>(a.rows)),
                   dim3(kNormMaxThreads), 0, a);
     return;
   }
-  const dim3 block(threads, threads == kWarp ? kNormRowsPerBlock : 1);
-  const auto kernel = vectors > 2 * threads ? norm_kernel<T, V, kCentre, kNormHeld> : norm_kernel<T, V, kCentre, 2>;
-  launch_kernel(launch, what, kernel, dim3(ceil_div(a.rows, block.y)), block, 0, a);
+  const bool many = vectors >= 512, one_warp = vectors <= kNormShortVectors;
+  const dim3 block = one_warp ? dim3(kWarp, kNormRowsPerBlock) : dim3(ceil_div(vectors, kHeld[many] * kWarp) * kWarp);
+  launch_kernel(launch, what, many ? norm_kernel<T, V, kCentre, kHeld[1]> : norm_kernel<T, V, kCentre, kHeld[0]>,
+                dim3(ceil_div(a.rows, block.y)), block, 0, a);
 }
 
 template <bool kCentre>

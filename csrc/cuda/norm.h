@@ -24,16 +24,6 @@ struct NormArgs {
   bool plus_one;  // multiply by 1 + weight
 };
 
-constexpr int kNormHeld{4};  // 16-byte groups of a row that a thread holds at most
-
-// Threads that share a row of so many 16-byte groups: thread t takes groups t, t + threads, ... A function of the
-// columns alone, so a row's sum has one order whatever the number of rows. 0: the row is too long to be held.
-inline int norm_threads(int vectors) {
-  if (vectors > 1024 * kNormHeld) return 0;
-  const int held = vectors >= 512 ? kNormHeld : 2;
-  return vectors <= 64 ? 32 : (vectors + held * 32 - 1) / (held * 32) * 32;
-}
-
 void rms_norm(const NormArgs& args, DType dtype, const Launch& launch);
 void layer_norm(const NormArgs& args, DType dtype, const Launch& launch);
 

@@ -3,6 +3,6 @@
 
 namespace nibblelm::cuda {
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 }  // namespace nibblelm::cuda

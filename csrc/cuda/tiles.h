@@ -18,11 +18,14 @@ constexpr bool small_shared_memory(int architecture) {
 }
 
 // Bytes of weights in flight per warp: 16 warps x 6 KB is 96 KB an SM; 4.35 TB/s x 1 us / 132 SMs is 33 KB (H200). int8
-// and full formats gain 10 to 20 % on small matrices from 8 KB, int4 nothing; 16 rows of x need the room themselves.
+// and full formats gain 10 to 20 % on small matrices from 8 KB, int4 nothing; 16 rows of x need the room themselves,
+// and up to 4 leave room for the next kernel's block.
 constexpr int ring_bytes(WeightFormat format, int columns, bool small_shared) {
-  return columns == 16 || small_shared ? 4096 : format == WeightFormat::int4 ? 6144 : 8192;
+  if (columns == 16 || small_shared) return 4096;
+  return format != WeightFormat::int4 ? 8192 : columns == 4 ? 4096 : 6144;
 }
-constexpr int kPreparedElements{65536};  // activations of a block from which one kernel prepares them for all blocks
+constexpr int kPreparedElements{16384};  // activations of a block from which one kernel prepares them for all blocks
+constexpr int kMaxNormColumns{16384};    // of a row that is normed on its way in
 
 // Bytes of weights per warp that one wait and one refill handle: a step of codes, or 128 bytes of 16 rows.
 constexpr int stage_bytes(WeightFormat format) { return format == WeightFormat::int4 ? 1024 : 2048; }
@@ -44,6 +47,12 @@ inline int decode_slices_log(int steps) {
 NIBBLELM_HOST_DEVICE inline int slice_begin(int slice, int slices_log, int steps) {
   return slice * steps >> slices_log;
 }
+
+// Whether the digits of a row of x are neighbouring columns of the tensor-core tile: two bf16 digits, integer weights.
+constexpr bool digit_columns(bool integer, int planes) { return integer && planes == 2; }
+
+// Rows of x the kernel is compiled for that takes m.
+constexpr int decode_columns(int m, bool digits) { return m == 1 ? 1 : digits && m <= 4 ? 4 : m <= 8 ? 8 : 16; }
 
 // Activation planes: int8 digits (bf16: 2, fp32: 3) or floating-point terms whose sum is the activation.
 constexpr int decode_planes(WeightFormat format, DType x) {
@@ -94,10 +103,11 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
     steps = std::max(steps, slice_begin((part + 1) << block_log, slices_log, w.steps()) -
                                 slice_begin(part << block_log, slices_log, w.steps()));
   }
-  const int columns = m == 1 ? 1 : m <= 8 ? 8 : 16;
+  const bool digits = digit_columns(w.integer(), planes);
+  const int columns = decode_columns(m, digits);
   const bool grouped = w.integer() && w.group_size != 0;
   const int sums = !w.integer() ? 0 : grouped ? steps * kStepK / w.group_size : p.block_slices();
-  p.plane_pitch = steps * kStepK * planes * (w.integer() ? 1 : 2) + 64;  // + 64: rows fall on different banks
+  p.plane_pitch = steps * kStepK * planes * (w.integer() ? 1 : 2) + (digits ? 0 : 64);  // rows on different banks
   p.planes_at = 0;
   p.sums_at = m * p.plane_pitch;
   p.scales_at = p.sums_at + sums * planes * columns * 4;
@@ -126,7 +136,8 @@ inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, bool 
       for (int depth = rows == 1 ? 4 : 2; depth >= 1; --depth) {
         DecodePlan p = decode_layout(w, planes, rows, slices_log, block_log, depth, small_shared_memory(architecture));
         if (p.shared_bytes > shared_limit) continue;
-        p.prepared = p.prepared || !aligned;  // only that kernel reads x element by element
+        // Only that kernel reads x element by element, or sees a whole row where blocks do not.
+        p.prepared = p.prepared || !aligned || p.parts_log > 0;
         const int blocks = (p.strips + p.block_strips - 1) / p.block_strips;
         p.grid = std::min(std::max(multiprocessors >> p.parts_log, 1), blocks) << p.parts_log;
         return p;

@@ -247,7 +247,7 @@ def norm_linear_fuses(
         for t in rows
     )  # fmt: skip
     return (
-        fused() and fits and 0 < x.shape[0] <= _cuda.MAX_DECODE_ROWS and k % 8 == 0 and k <= 32768
+        fused() and fits and 0 < x.shape[0] <= _cuda.MAX_DECODE_ROWS and k % 8 == 0 and k <= 16384
         and gain.data_ptr() % 16 == 0 and (not gated or (weight.pairs and bias is None and out is None))
     )  # fmt: skip
 
