@@ -162,10 +162,7 @@ class CheckpointWeights:
 
     def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
         shipped = not tied or self._holds(module)
-        packed = self._pack([(module if shipped else table, rows)], columns)
-        if shipped:
-            self._release(module)
-        return packed
+        return self.matrices([(module if shipped else table, rows)], columns, "head")
 
 
 def _to_device(weight: Weight, device: torch.device) -> Weight:
