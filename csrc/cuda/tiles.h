@@ -24,7 +24,7 @@ constexpr int ring_bytes(WeightFormat format, int columns, bool small_shared) {
   if (columns == 16 || small_shared) return 4096;
   return format != WeightFormat::int4 ? 8192 : columns == 4 ? 4096 : 6144;
 }
-constexpr int kPreparedElements{16384};  // activations of a block from which one kernel prepares them for all blocks
+constexpr int kPreparedElements{32768};  // activations of a block from which one kernel prepares them for all blocks
 constexpr int kMaxNormColumns{16384};    // of a row that is normed on its way in
 
 // Bytes of weights per warp that one wait and one refill handle: a step of codes, or 128 bytes of 16 rows.
