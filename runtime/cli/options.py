@@ -69,7 +69,8 @@ def load_model(args: argparse.Namespace) -> "LLM":
     if llm.device.type == "cuda":
         cache = llm.kv_bytes_per_token * llm.max_context
         print(
-            f"weights: {llm.weight_bytes / 2**20:.0f} MiB in {llm.load_s:.2f} s | context: {llm.max_context} tokens, "
+            f"weights: {llm.weight_bytes / 2**20:.0f} MiB in {llm.load_s:.2f} s, "
+            f"{llm.weight_bytes / llm.load_s / 1e9:.1f} GB/s | context: {llm.max_context} tokens, "
             f"{cache / 2**20:.0f} MiB",
             file=sys.stderr,
         )
