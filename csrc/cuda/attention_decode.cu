@@ -23,7 +23,7 @@ constexpr int kTile{16};  // positions a warp takes at a time
 constexpr int kClusterBlocks{8};            // where the card has clusters; without them every block stands alone
 constexpr int kLeastSpan{64};               // positions of a block at least: a tile for each warp
 constexpr int kPartPositions{256};          // positions of a block from which on a second cluster is worth its merge
-constexpr int kBlocksPerRow{128};           // of a long row: about one a multiprocessor of the H200
+constexpr int kBlocksPerRow{64};            // of a long row
 static_assert(kPartPositions >= kMinSpan);  // attention_workspace() counts splits of that size
 
 // Clusters are a power of two, so that finding one's place takes no division.
@@ -259,16 +259,17 @@ struct RawHeads {
   }
 };
 
-// Asks L2 for what the rings take first, while the kernel before still runs. Where the row stands may still change, so
-// this is only a guess: it is read around L1, nothing is kept of it, and a wrong one costs nothing but its reads.
+// Asks L2 for the tiles of a short row while the kernel before still runs; those of a long one would be gone from L2
+// before their turn. Where the row stands may still change, so this is only a guess: it is read around L1, nothing is
+// kept of it, and a wrong one costs nothing but its reads.
 template <int D, int kCluster>
-__device__ __forceinline__ void prefetch_first(const AttentionArgs& a, int64_t row, int kv_head, int most_clusters) {
+__device__ __forceinline__ void prefetch_tiles(const AttentionArgs& a, int64_t row, int kv_head, int most_clusters) {
   const int slot = __ldcg(a.slots + row), position = __ldcg(a.positions + row);
   const Interval range = attended_plain(a, slot, position);
   const Plan plan = Plan::of<kCluster>(range, most_clusters);
-  if (!plan.has(blockIdx.x)) return;
+  if (!plan.has(blockIdx.x) || plan.span > Ring<D>::kWarps * Ring<D>::kStages * kTile) return;
   const int begin = range.first + blockIdx.x * plan.span;
-  const int end = min(range.end, begin + min(plan.span, Ring<D>::kWarps * Ring<D>::kStages * kTile));
+  const int end = min(range.end, begin + plan.span);
   const int64_t first = static_cast<int64_t>(begin) * D * 2;
   const int bytes = (end - begin) * D * 2;
   const char* const k = static_cast<const char*>(cache_row(a.k, a, slot, kv_head)) + first;
@@ -356,9 +357,8 @@ __global__ void __launch_bounds__(Ring<D>::kThreads, D == 256 ? 2 : 4)
   const int heads = min(kHeads, per_kv - in_group);
   const int part = blockIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
   if (kCluster > 1 && part % kCluster == 0 && threadIdx.x == 0) cluster_init(&received);
-  if constexpr (kFused) prefetch_first<D, kCluster>(a, row, kv_head, most_clusters);
+  if constexpr (kFused) prefetch_tiles<D, kCluster>(a, row, kv_head, most_clusters);
   dependency_wait();
-  dependency_release();
   RawHeads<D> raw;
   if constexpr (kFused) raw.read(a, row, first_head, heads, kv_head);
   const int slot = a.slots[row], position = a.positions[row];
@@ -381,6 +381,7 @@ __global__ void __launch_bounds__(Ring<D>::kThreads, D == 256 ? 2 : 4)
     if (p + i * kStep < end) ring.fetch(i, p + i * kStep);
     copy_async_commit();
   }
+  dependency_release();  // not earlier: the next kernel's weights would go before these tiles
   const bf16* query = static_cast<const bf16*>(a.q) + row * a.q_stride + (first_head + g) * D;
   if constexpr (kFused) {  // meanwhile the tiles are on their way
     const int64_t offset =
@@ -509,7 +510,8 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   const int cluster = compiled.ptxVersion >= 90 ? kClusterBlocks : 1;
   const int most_clusters = static_cast<int>(
       std::bit_floor(static_cast<unsigned>(std::clamp(kBlocksPerRow / (cluster * per_row), 1, kMaxSplits))));
-  const int clusters = std::min(most_clusters, ceil_div(a.capacity, cluster * kPartPositions));
+  const int wanted = ceil_div(a.capacity, cluster * kPartPositions);
+  const int clusters = std::min(most_clusters, static_cast<int>(std::bit_ceil(static_cast<unsigned>(wanted))));
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
@@ -535,7 +537,8 @@ bool on_tensor_cores(const AttentionArgs& a) {
 }  // namespace
 
 int64_t attention_workspace(int64_t rows, int heads, int head_dim, int64_t capacity) {
-  return rows * heads * max_splits(capacity) * (head_dim + 2) * static_cast<int64_t>(sizeof(float));
+  const auto splits = static_cast<int64_t>(std::bit_ceil(static_cast<unsigned>(max_splits(capacity))));
+  return rows * heads * splits * (head_dim + 2) * static_cast<int64_t>(sizeof(float));
 }
 
 void attention_decode(const AttentionArgs& a, const Launch& launch) {
