@@ -34,6 +34,25 @@ __device__ __forceinline__ float tree_sum(float (&v)[kMaxSlices]) {
   return v[0];
 }
 
+// Adds value i of a sequence to the tree of the ones before it, those of full subtrees waiting; after 2^n values,
+// `value` is their tree_sum.
+template <int N>
+__device__ __forceinline__ void carry_sum(float (&value)[N], float (&waiting)[3][N], int i) {
+#pragma unroll
+  for (int level = 0; level < 3; ++level) {
+    const bool second = (i >> level & 1) != 0;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      if (second) {
+        value[n] = waiting[level][n] + value[n];
+      } else {
+        waiting[level][n] = value[n];
+      }
+    }
+    if (!second) return;
+  }
+}
+
 // The warp's place in its stream of stages, kStages ahead of what it computes.
 template <WeightFormat F, bool Grouped, int C>
 struct Stream {
@@ -41,29 +60,27 @@ struct Stream {
   static constexpr int kRingBytes{ring_bytes(F, C, small_shared_memory(kArchitecture))};
   static constexpr int kStages{kRingBytes / Fmt::kStageBytes};
   const DecodeArgs& a;
-  uint32_t ring, record_ring;  // shared addresses of this lane's first bytes
   int lane, first_stage, slice_stages, strip, strip_step;
-  int64_t strip_jump;  // from the end of this slice in one strip to its start in the next
-  int stages_left, slot{0};
-  const uint8_t* source;
-  const uint8_t* record_source;
-  int64_t record_jump;
+  int stages_left, strip_jump;  // from the end of this slice in one strip to its start in the next
+  uint32_t source;              // of this lane, in 16 bytes
+  int record_jump;
+  uint32_t record_source;  // of this lane, in 8 bytes
   uint32_t row_offset[Fmt::kInteger ? 1 : Fmt::kCopies];
 
   __device__ __forceinline__ void start() {
     stages_left = slice_stages;
     if constexpr (Grouped) {
-      const int64_t strip_records = static_cast<int64_t>(a.groups) * a.record_bytes;
-      record_source = a.records + strip * strip_records + first_stage * a.plan.record_slot + 8 * lane;
-      record_jump = strip_step * strip_records - slice_stages * a.plan.record_slot;
+      const int strip_records = a.groups * (a.record_bytes / 8), slot_records = a.plan.record_slot / 8;
+      record_source = static_cast<uint32_t>(strip) * strip_records + first_stage * slot_records + lane;
+      record_jump = strip_step * strip_records - slice_stages * slot_records;
     }
     if constexpr (Fmt::kInteger) {
-      const int64_t stage = static_cast<int64_t>(strip) * a.stages + first_stage;
-      source = a.data + stage * Fmt::kStageBytes + lane * 16;
-      strip_jump = (static_cast<int64_t>(strip_step) * a.stages - slice_stages) * Fmt::kStageBytes;
+      source = (static_cast<uint32_t>(strip) * a.stages + first_stage) * (Fmt::kStageBytes / 16) + lane;
+      strip_jump = (strip_step * a.stages - slice_stages) * (Fmt::kStageBytes / 16);
     } else {  // 8 lanes to the 128 bytes of a row
-      source = a.data + static_cast<int64_t>(strip) * kStripRows * a.pitch_bytes + first_stage * 128 + lane % 8 * 16;
-      strip_jump = static_cast<int64_t>(strip_step) * kStripRows * a.pitch_bytes - slice_stages * 128;
+      const int strip_pitch = static_cast<int>(a.pitch_bytes / 16) * kStripRows;
+      source = static_cast<uint32_t>(strip) * strip_pitch + first_stage * 8 + lane % 8;
+      strip_jump = strip_step * strip_pitch - slice_stages * 8;
       set_rows();
     }
   }
@@ -75,32 +92,32 @@ struct Stream {
     }
   }
 
-  __device__ __forceinline__ void issue() {
+  // `to`, `record_to`: shared addresses of this lane's first bytes and of the records in the slot.
+  __device__ __forceinline__ void issue(uint32_t to, uint32_t record_to) {
     if (strip < a.strips) {
-      const uint32_t to = ring + slot * Fmt::kStageBytes;
+      const uint8_t* const from = a.data + static_cast<uint64_t>(source) * 16;
       if constexpr (Fmt::kInteger) {
 #pragma unroll
-        for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, source + i * 512);
+        for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, from + i * 512);
       } else {
         const int column = (first_stage + slice_stages - stages_left) * 128 + lane % 8 * 16;
         if (column < a.pitch_bytes) {
 #pragma unroll
-          for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, source + row_offset[i]);
+          for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, from + row_offset[i]);
         }
       }
       if constexpr (Grouped) {
-        const uint32_t record_to = record_ring + slot * a.plan.record_slot;
-        if (8 * lane < a.plan.record_slot) copy_async_8(record_to, record_source);
+        const uint8_t* const record = a.records + static_cast<uint64_t>(record_source) * 8;
+        if (8 * lane < a.plan.record_slot) copy_async_8(record_to + 8 * lane, record);
         if (a.plan.record_slot > 8 * kWarp) {
 #pragma unroll 1
-          for (int at = 8 * (lane + kWarp); at < a.plan.record_slot; at += 8 * kWarp) {
-            copy_async_8(record_to + at - 8 * lane, record_source + at - 8 * lane);
+          for (int at = 8 * kWarp; at + 8 * lane < a.plan.record_slot; at += 8 * kWarp) {
+            copy_async_8(record_to + 8 * lane + at, record + at);
           }
         }
-        record_source += a.plan.record_slot;
+        record_source += a.plan.record_slot / 8;
       }
-      source += Fmt::kInteger ? Fmt::kStageBytes : 128;
-      slot = slot == kStages - 1 ? 0 : slot + 1;
+      source += Fmt::kInteger ? Fmt::kStageBytes / 16 : 8;
       if (--stages_left == 0) {
         stages_left = slice_stages;
         strip += strip_step;
@@ -119,42 +136,58 @@ struct Reduction {
   // One row of x leaves most lanes without a result, so its digit sums are scaled by the warp that adds them.
   static constexpr bool kRaw{Format<F>::kInteger && !Grouped && C == 1};
   static constexpr int kWords{kRaw ? D : 1};
+  using Tiles = Tile<F, Grouped, D, C>;
+  static constexpr int kValues{Tiles::kTiles * Tiles::kColumns * 2};  // of a lane: [tile][column][row half]
   const DecodeArgs& a;
   const int* sums;
   const float* scales;
   int* red;  // of this strip in flight
   int part, strip, lane;
 
-  __device__ __forceinline__ void deliver(const Tile<F, Grouped, D, C>& tile, const RowTerms (&rows)[2], int slice) {
-    using Tiles = Tile<F, Grouped, D, C>;
-    const int m_count = C == 1 ? 1 : a.plan.m;
+  // A slice's sums of this lane, scaled.
+  __device__ __forceinline__ void scale(const Tiles& tile, const RowTerms (&rows)[2], int slice,
+                                        float (&value)[kValues]) const {
 #pragma unroll
-    for (int t = 0; t < Tiles::kTiles; ++t) {
+    for (int i = 0; i < kValues; ++i) {
+      const int t = i / 2 / Tiles::kColumns, j = i / 2 % Tiles::kColumns, h = i % 2, m = Tiles::column(t, j, lane);
+      const float slice_scale = scales[slice * C + m];  // of columns beyond the rows of x: anything
+      if constexpr (Grouped) {
+        value[i] = __fmul_rn(tile.sum[t][h][j], slice_scale * (1.0f / Tiles::kTimes));
+      } else if constexpr (Format<F>::kInteger) {
+        int raws[D], digits[D];
 #pragma unroll
-      for (int j = 0; j < Tiles::kColumns; ++j) {
-        const int m = Tiles::column(t, j, lane);
-        if (C == 1 ? lane % 4 != 0 : m >= m_count) continue;
-        const float slice_scale = scales[slice * C + m];
+        for (int d = 0; d < D; ++d) raws[d] = tile.raw(t, d, h, j), digits[d] = sums[(slice * D + d) * C + m];
+        value[i] = scale_sums<D>(raws, digits, rows[h], slice_scale);
+      } else {
+        float sum{0.0f};  // the smallest terms first
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          int* const to = red + ((slice * m_count + m) * kStripRows + 8 * h + lane / 4) * kWords;
-          if constexpr (kRaw) {
+        for (int d = D - 1; d >= 0; --d) sum += tile.raw(t, d, h, j);
+        value[i] = __fmul_rn(sum, slice_scale);
+      }
+    }
+  }
+
+  // Where this lane's value i goes from warp `from` of the strip; null where it is of no row of x.
+  __device__ __forceinline__ int* place(int i, int from) const {
+    const int m_count = C == 1 ? 1 : a.plan.m,
+              m = Tiles::column(i / 2 / Tiles::kColumns, i / 2 % Tiles::kColumns, lane);
+    if (C == 1 ? lane % 4 != 0 : m >= m_count) return nullptr;
+    return red + ((from * m_count + m) * kStripRows + i % 2 * 8 + lane / 4) * kWords;
+  }
+
+  __device__ __forceinline__ void deliver(const float (&value)[kValues], int from) const {
 #pragma unroll
-            for (int d = 0; d < D; ++d) to[d] = tile.raw(t, d, h, j);
-          } else if constexpr (Grouped) {
-            *to = __float_as_int(__fmul_rn(tile.sum[t][h][j], slice_scale * (1.0f / Tiles::kTimes)));
-          } else if constexpr (Format<F>::kInteger) {
-            int raws[D], digits[D];
+    for (int i = 0; i < kValues; ++i) {
+      if (int* const to = place(i, from)) *to = __float_as_int(value[i]);
+    }
+  }
+
+  __device__ __forceinline__ void deliver_raw(const Tiles& tile, int from) const {
 #pragma unroll
-            for (int d = 0; d < D; ++d) raws[d] = tile.raw(t, d, h, j), digits[d] = sums[(slice * D + d) * C + m];
-            *to = __float_as_int(scale_sums<D>(raws, digits, rows[h], slice_scale));
-          } else {
-            float value{0.0f};  // the smallest terms first
+    for (int h = 0; h < 2; ++h) {
+      if (int* const to = place(h, from)) {
 #pragma unroll
-            for (int d = D - 1; d >= 0; --d) value += tile.raw(t, d, h, j);
-            *to = __float_as_int(__fmul_rn(value, slice_scale));
-          }
-        }
+        for (int d = 0; d < D; ++d) to[d] = tile.raw(0, d, h, 0);
       }
     }
   }
@@ -174,9 +207,9 @@ struct Reduction {
     }
   }
 
-  // The sum over the block's slices of row `row` and row m of x; with one row of x, two lanes share it.
+  // The sum over the strip's warps of row `row` and row m of x; with one row of x, two lanes share it.
   __device__ __forceinline__ float add_slices(int m, int row, const RowTerms& terms) const {
-    const int count = a.plan.block_slices();
+    const int count = a.plan.strip_warps();
     if constexpr (C == 1) {
       float v[kMaxSlices / 2];
 #pragma unroll
@@ -207,18 +240,20 @@ struct Reduction {
     }
   }
 
-  // One warp finishes the strip. `terms`: of row lane % 16.
-  __device__ __forceinline__ void finish(const RowTerms& terms) const {
+  // Rounds of two rows of x, a half of a warp each; unrolled: their latencies overlap.
+  static constexpr int kRounds{C == 1 ? 1 : C / 2};
+
+  // Warp `me` of the strip finishes every strip_warps()th round. `terms`: of row lane % 16.
+  __device__ __forceinline__ void finish(const RowTerms& terms, int me) const {
     const DecodePlan& p = a.plan;
-    constexpr int kRounds{
-        C == 1 ? 1 : C / 2};  // of two rows of x, a half of the warp each; unrolled: their latencies overlap
+    const int others = p.strip_warps() - 1;
     const int row = lane % kStripRows, m_count = C == 1 ? 1 : p.m;
     const int m_first = C == 1 ? 0 : lane / kStripRows;
     float* const partials = a.partials + static_cast<int64_t>(strip) * m_count * kStripRows + row;
     const int64_t part_step = static_cast<int64_t>(p.strips) * m_count * kStripRows;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      if (2 * i >= m_count) continue;
+      if (2 * i >= m_count || (i & others) != me) continue;
       const bool wanted = m_first + 2 * i < m_count && (C > 1 || lane < kStripRows);
       const int m = min(m_first + 2 * i, m_count - 1);
       const float value = add_slices(m, row, terms);
@@ -229,16 +264,16 @@ struct Reduction {
       }
     }
     if (p.parts_log == 0) return;
-    // The block that arrives last adds the parts, in their order.
+    // The block that arrives last adds the parts, in their order. Four bits of a counter for every warp of a strip.
     __threadfence();
     __syncwarp();
     int ticket{0};
-    if (lane == 0) ticket = atomicAdd(a.arrivals + strip, 1);
+    if (lane == 0) ticket = atomicAdd(a.arrivals + strip, 1 << 4 * me) >> 4 * me & 15;
     if (__shfl_sync(kAllLanes, ticket, 0) != p.parts() - 1) return;
     __threadfence();
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      if (2 * i >= m_count) continue;
+      if (2 * i >= m_count || (i & others) != me) continue;
       const bool wanted = m_first + 2 * i < m_count && (C > 1 || lane < kStripRows);
       const int m = min(m_first + 2 * i, m_count - 1);
       float v[kMaxSlices];
@@ -248,7 +283,7 @@ struct Reduction {
       }
       store(m, row, tree_sum(v), wanted);
     }
-    if (lane == 0) a.arrivals[strip] = 0;
+    if (lane == 0) atomicSub(a.arrivals + strip, p.parts() << 4 * me);
   }
 };
 
@@ -258,39 +293,52 @@ template <WeightFormat F, bool Grouped, int D, int C>
 __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
     linear_decode_kernel(const __grid_constant__ DecodeArgs a) {
   using Fmt = Format<F>;
+  using Tiles = Tile<F, Grouped, D, C>;
   using Reduce = Reduction<F, Grouped, D, C>;
-  constexpr int kStages{Stream<F, Grouped, C>::kStages};
+  constexpr bool kBeside{Grouped && !Tiles::kFours};  // records beside the stages
+  using Ring = Stream<F, kBeside, C>;
+  constexpr int kStages{Ring::kStages};
   extern __shared__ __align__(16) uint8_t shared[];
   const DecodePlan& p = a.plan;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int part = blockIdx.x & (p.parts() - 1), part_blocks = gridDim.x >> p.parts_log;
-  const int slice = warp & (p.block_slices() - 1), sub = warp >> p.block_log;
-  const int begin = slice_begin((part << p.block_log) + slice, p.slices_log, a.steps);
-  const int end = slice_begin((part << p.block_log) + slice + 1, p.slices_log, a.steps);
-  const int slice_k = (begin - slice_begin(part << p.block_log, p.slices_log, a.steps)) * kStepK;  // in the image
+  const int me = warp & (p.strip_warps() - 1), sub = warp >> (p.block_log - p.own_log);
+  const int own = C == 1 ? 1 : 1 << p.own_log, first_slice = me * own;  // of the block's
   constexpr int kStepStages{kStepK / Fmt::kStageK};
+  const auto step_at = [&](int slice) { return slice_begin((part << p.block_log) + slice, p.slices_log, a.steps); };
+  const auto stage_at = [&](int slice) { return min(step_at(slice) * kStepStages, a.stages); };
+  const int begin = step_at(first_slice);
+  const int slice_k = (begin - step_at(0)) * kStepK;  // in the image
   const int first_strip = (blockIdx.x >> p.parts_log) + sub * part_blocks, strip_step = part_blocks * p.block_strips;
 
-  const int ring_at = warp * Stream<F, Grouped, C>::kRingBytes,
-            record_ring_at = p.records_at + warp * kStages * p.record_slot;
+  const int record_ring_at = keep(p.records_at + warp * kStages * p.record_slot);
   // In a stage of a full format, odd rows swap their halves: the 8 lanes that read two rows together meet all banks.
   const int lane_at = Fmt::kInteger ? lane * 16 : lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
-  const int slice_stages = keep(min(end * kStepStages, a.stages) - begin * kStepStages);
-  Stream<F, Grouped, C> stream{a,
-                               shared_address(shared) + keep(ring_at + lane_at),
-                               shared_address(shared) + keep(record_ring_at + 8 * lane),
-                               lane,
-                               begin * kStepStages,
-                               slice_stages,
-                               first_strip,
-                               keep(strip_step)};
+  const int ring_at = keep(warp * Ring::kRingBytes + (Fmt::kInteger ? lane_at : 0));
+  const int own_stages = keep(stage_at(first_slice + own) - begin * kStepStages);
+  Ring stream{a, lane, begin * kStepStages, own_stages, first_strip, keep(strip_step)};
+  const auto refill = [&](int slot) {
+    stream.issue(shared_address(shared) + ring_at + (Fmt::kInteger ? 0 : lane_at) + slot * Fmt::kStageBytes,
+                 shared_address(shared) + record_ring_at + slot * p.record_slot);
+  };
   stream.start();
 #pragma unroll 1
-  for (int i = 0; i < kStages; ++i) stream.issue();  // weights: the step does not change them
+  for (int i = 0; i < kStages; ++i) refill(i);  // weights: the step does not change them
+  NextRecord<F> next{};
+  if constexpr (Tiles::kFours) {
+    const int slice_groups = own_stages * kStepK >> a.group_shift;
+    next.left = slice_groups - lane % 4;
+    const int64_t record = static_cast<int64_t>(first_strip) * a.groups + (begin * kStepK >> a.group_shift) + lane % 4;
+    next.at = a.records + record * a.record_bytes;
+    if (first_strip < a.strips) next.load(a, lane / 4);
+  }
 
-  // Per strip in flight: `full` counts the slices that have arrived, `empty` the warp that has added them.
+  // Per strip in flight: `full` counts the warps whose sums have arrived, `empty` those that have added them: with one
+  // row of x a warp adds a whole strip, in turn, else every warp adds some rows of x.
   const uint32_t full = shared_address(shared + p.barriers_at) + sub * 2 * p.depth * 8, empty = full + p.depth * 8;
-  if (slice == 0 && lane < 2 * p.depth) barrier_init(full + lane * 8, kWarp * (lane < p.depth ? p.block_slices() : 1));
+  if (me == 0 && lane < 2 * p.depth) {
+    barrier_init(full + lane * 8, kWarp * (lane < p.depth || C > 1 ? p.strip_warps() : 1));
+  }
 
   if (a.gain != nullptr) {  // from memory to L2 before the wait: read after it
     for (int k = threadIdx.x * 32; k < a.k; k += kDecodeThreads * 32) prefetch_l2(a.gain + k);
@@ -303,7 +351,6 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
   __syncthreads();
 
   constexpr int kChunk{8 * D * Fmt::kPlaneBytes};
-  using Tiles = Tile<F, Grouped, D, C>;
   PlaneAt<Tiles::kTiles> planes{shared, {}};
 #pragma unroll
   for (int t = 0; t < Tiles::kTiles; ++t) {
@@ -313,16 +360,17 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
                                             : lane % 4 * kChunk;
     planes.row[t] = keep(p.image_at + p.planes_at + row * p.plane_pitch + slice_k / 8 * kChunk + at);
   }
-  const int ring_read_at = keep(ring_at), group_mask = keep((1 << a.group_shift >> 5) - 1);
+  const int group_mask = keep((1 << a.group_shift >> 5) - 1);
   const int first_sum = keep(Grouped ? (slice_k >> a.group_shift) * kGroupWords<D> * C : 0);
   const int* const sums = reinterpret_cast<const int*>(image + p.sums_at);
   const float* const scales = reinterpret_cast<const float*>(image + p.scales_at);
-  const int strip_words = (p.m << p.block_log) * kStripRows * Reduce::kWords;
+  const int strip_words = p.m * p.strip_warps() * kStripRows * Reduce::kWords;
   int* const red = reinterpret_cast<int*>(shared + p.red_at) + sub * p.depth * strip_words;
 
-  int slot{0}, turn{0}, in_flight{0}, lap{0};  // turn = lap * depth + in_flight: strips this warp has delivered
+  int slot{0}, turn{0};  // strips this warp has delivered
   for (int strip = first_strip; strip < a.strips; strip += strip_step, ++turn) {
-    const bool finishes = (turn & (p.block_slices() - 1)) == slice;
+    const int in_flight = turn & (p.depth - 1), lap = turn >> p.depth_log;
+    const bool finishes = C == 1 ? (turn & (p.strip_warps() - 1)) == me : 2 * me < p.m;
     RowTerms rows[2]{};
     if constexpr (Fmt::kInteger && !Grouped) {
       const uint8_t* const record = a.records + static_cast<int64_t>(strip) * a.record_bytes;
@@ -332,35 +380,73 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
         read_record<F>(a, record, lane / 4, rows);
       }
     }
-    Tiles tile;
+    Reduce reduce{a, sums, scales, red + in_flight * strip_words, part, strip, lane};
     PlaneAt<Tiles::kTiles> here{planes};
     GroupAt group{nullptr, sums + first_sum};
+    const auto multiply_slice = [&](Tiles& tile, int stages, int k) {
 #pragma unroll 1
-    for (int stage = 0; stage < slice_stages; ++stage) {
-      copy_async_wait<kStages - 1>();
-      if constexpr (Grouped || !Fmt::kInteger) __syncwarp();  // other lanes copied part of what this one reads
-      group.record = shared + record_ring_at + slot * p.record_slot;
-      multiply_stage<F, Grouped, D, C>(a, tile, shared + ring_read_at + slot * Fmt::kStageBytes, here, group,
-                                       group_mask, begin * kStepK + stage * Fmt::kStageK, lane);
+      for (int stage = 0; stage < stages; ++stage) {
+        copy_async_wait<kStages - 1>();
+        if constexpr (kBeside || !Fmt::kInteger) __syncwarp();  // other lanes copied part of what this one reads
+        if constexpr (kBeside) group.record = shared + record_ring_at + slot * p.record_slot;
+        multiply_stage<F, Grouped, D, C>(a, tile, shared + ring_at + slot * Fmt::kStageBytes, here, group, group_mask,
+                                         k + stage * Fmt::kStageK, lane);
 #pragma unroll
-      for (int t = 0; t < Tiles::kTiles; ++t) here.row[t] += Fmt::kStageK / 8 * kChunk;
-      if constexpr (Grouped || !Fmt::kInteger) __syncwarp();  // all have read the slot
-      slot = slot == kStages - 1 ? 0 : slot + 1;
-      stream.issue();
-      if constexpr (Grouped) tile.end_stage(a, stage == slice_stages - 1);
+        for (int t = 0; t < Tiles::kTiles; ++t) here.row[t] += Fmt::kStageK / 8 * kChunk;
+        if constexpr (kBeside || !Fmt::kInteger) __syncwarp();  // all have read the slot
+        refill(slot);
+        slot = slot == kStages - 1 ? 0 : slot + 1;
+        if constexpr (Tiles::kFours) {
+          const bool last = stage == stages - 1;
+          if (last || tile.groups == 4) {
+            RowTerms terms[2]{};
+            next.terms(a, lane / 4, terms);
+            tile.add_groups(a, terms, group.sums, lane);
+            group.sums += 4;
+            next.at += 4 * a.record_bytes, next.left -= 4;
+            if (last) {  // back to the slice's start, in the next strip
+              const int groups = own_stages * kStepK >> a.group_shift, fours = (groups + 3) / 4 * 4;
+              next.left = strip + strip_step < a.strips ? groups - lane % 4 : 0;
+              next.at += (strip_step * a.groups - fours) * a.record_bytes;
+            }
+            next.load(a, lane / 4);
+          }
+        }
+      }
+    };
+    if constexpr (C == 1) {
+      Tiles tile;
+      multiply_slice(tile, own_stages, begin * kStepK);
+      if (lap > 0) barrier_wait(empty + in_flight * 8, (lap - 1) & 1);
+      if constexpr (Reduce::kRaw) {
+        reduce.deliver_raw(tile, me);
+      } else {
+        float value[Reduce::kValues];
+        reduce.scale(tile, rows, me, value);
+        reduce.deliver(value, me);
+      }
+    } else {
+      float value[Reduce::kValues], waiting[3][Reduce::kValues];  // sums of 1, 2 and 4 slices: the tree, as they come
+#pragma unroll 1
+      for (int i = 0; i < own; ++i) {
+        const int slice = first_slice + i, stage = stage_at(slice);
+        Tiles tile;
+        multiply_slice(tile, stage_at(slice + 1) - stage, stage * Fmt::kStageK);
+        reduce.scale(tile, rows, slice, value);
+        carry_sum(value, waiting, i);
+      }
+      if (lap > 0) barrier_wait(empty + in_flight * 8, (lap - 1) & 1);
+      reduce.deliver(value, me);
     }
-    Reduce reduce{a, sums, scales, red + in_flight * strip_words, part, strip, lane};
-    if (lap > 0) barrier_wait(empty + in_flight * 8, (lap - 1) & 1);
-    reduce.deliver(tile, rows, slice);
     barrier_arrive(full + in_flight * 8);
     if (finishes) {
       barrier_wait(full + in_flight * 8, lap & 1);
       const bool upper = (lane & 8) != 0;
       reduce.finish({upper ? rows[1].scale : rows[0].scale, upper ? rows[1].minimum : rows[0].minimum,
-                     upper ? rows[1].zero : rows[0].zero});
-      barrier_arrive(empty + in_flight * 8);
+                     upper ? rows[1].zero : rows[0].zero},
+                    C == 1 ? 0 : me);
     }
-    if (++in_flight == p.depth) in_flight = 0, ++lap;
+    if (finishes || C > 1) barrier_arrive(empty + in_flight * 8);
   }
 }
 

@@ -90,9 +90,8 @@ struct Tile {
   static constexpr int kTimes{kFours && kSets == 2 ? 16 : 1};  // what `sum` is too large by
   typename Format<F>::Accumulator acc[kSets][kTiles][kPlanes][4]{};
   float sum[Grouped ? kTiles : 1][2][kColumns]{};  // [tile][row half][column]
-  // Of kFours: groups since the last addition; the sums of all groups; of this lane's group its sums and its record.
-  int groups{0}, before[2]{}, value[2]{}, digit_sum{0}, zeros{0};
-  uint32_t scales{0};
+  int groups{0}, before[2]{},
+      value[2]{};  // of kFours: groups since the last addition, the sums of all and of this lane's
 
   // The sum of plane d in row half h and this lane's column j of tile t.
   __device__ __forceinline__ auto raw(int t, int d, int h, int j) const {
@@ -112,7 +111,7 @@ struct Tile {
   // Adds the scaled sums of a group, whose digit sums are `sums`, and clears the raw ones.
   __device__ __forceinline__ void end_group(const DecodeArgs& a, const uint8_t* record, const int* sums, int lane) {
     if constexpr (kFours) {
-      hold_group(a, record, sums, lane);
+      hold_group(lane);
       return;
     }
     RowTerms rows[2];
@@ -142,9 +141,8 @@ struct Tile {
   }
 
   // The group's sums are what the raw ones grew by: modulo 2^32 those may overflow. Lane `groups` of the quad keeps
-  // them, but rare records are too wide to keep.
-  __device__ __forceinline__ void hold_group(const DecodeArgs& a, const uint8_t* record, const int* sums, int lane) {
-    int grown[2];
+  // them.
+  __device__ __forceinline__ void hold_group(int lane) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       uint32_t digits[2];
@@ -154,53 +152,70 @@ struct Tile {
         if constexpr (kSets == 2) digits[d] = digits[d] * 16u + static_cast<uint32_t>(acc[1][0][0][2 * h + d]);
       }
       const uint32_t all = digits[0] * 256u + digits[1];
-      grown[h] = static_cast<int>(all - static_cast<uint32_t>(before[h]));
+      if (lane % 4 == groups) value[h] = static_cast<int>(all - static_cast<uint32_t>(before[h]));
       before[h] = static_cast<int>(all);
-    }
-    if (a.scale_dtype == DType::f32 || a.has_minimum) {
-      RowTerms rows[2];
-      read_record<F>(a, record, lane / 4, rows);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        sum[0][h][0] =
-            fmaf(rows[h].scale, static_cast<float>(grown[h] - rows[h].zero * (sums[0] * kTimes)), sum[0][h][0]);
-        if (a.has_minimum) sum[0][h][0] = fmaf(rows[h].minimum, static_cast<float>(sums[0]) * kTimes, sum[0][h][0]);
-      }
-      return;
-    }
-    if (lane % 4 == groups) {
-      value[0] = grown[0], value[1] = grown[1], digit_sum = sums[0];
-      const int r = lane / 4;
-      scales = reinterpret_cast<const uint32_t*>(record)[r];
-      zeros = F == WeightFormat::int4 ? record[32 + r] : reinterpret_cast<const uint16_t*>(record + 32)[r];
     }
     ++groups;
   }
 
-  // Adds up to four groups in their order; those that were not reached are zeros.
-  __device__ __forceinline__ void add_groups(const DecodeArgs& a) {
-    float scale[2], product[2];
-    unpack_pair(scales, a.scale_dtype == DType::bf16, scale[0], scale[1]);
-    constexpr int kBits{F == WeightFormat::int4 ? 4 : 8};
-    const int zero[2]{a.has_zero ? zeros & (1 << kBits) - 1 : a.default_zero,
-                      a.has_zero ? zeros >> kBits : a.default_zero};
+  // Adds up to four groups in their order; `rows` are the terms of this lane's, `sums` the digit sums of the first.
+  __device__ __forceinline__ void add_groups(const DecodeArgs& a, const RowTerms (&rows)[2], const int* sums,
+                                             int lane) {
+    const bool held = lane % 4 < groups;
+    const int digit_sum = held ? sums[lane % 4] : 0;
+    const float digits = static_cast<float>(digit_sum) * kTimes;
+    float product[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) product[h] = static_cast<float>(value[h] - zero[h] * (digit_sum * kTimes));
-#pragma unroll
-    for (int lane = 0; lane < 4; ++lane) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        sum[0][h][0] = __shfl_sync(kAllLanes, fmaf(scale[h], product[h], sum[0][h][0]), lane, 4);
-      }
+    for (int h = 0; h < 2; ++h) {
+      product[h] = held ? static_cast<float>(value[h] - rows[h].zero * (digit_sum * kTimes)) : 0.0f;
     }
-    groups = value[0] = value[1] = digit_sum = 0;
+    const auto add = [&]<bool Minimum>() {
+#pragma unroll
+      for (int of = 0; of < 4; ++of) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float next = fmaf(rows[h].scale, product[h], sum[0][h][0]);
+          if constexpr (Minimum) next = fmaf(rows[h].minimum, digits, next);
+          sum[0][h][0] = __shfl_sync(kAllLanes, next, of, 4);
+        }
+      }
+    };
+    a.has_minimum ? add.template operator()<true>() : add.template operator()<false>();
+    groups = 0;
+  }
+};
+
+// With one row of x, the record of this lane's group of the next four, asked for when the ones before it are added.
+template <WeightFormat F>
+struct NextRecord {
+  const uint8_t* at;
+  int left;  // groups of the slice from this lane's on
+  uint32_t scales{0};
+  int zeros{0};
+
+  __device__ __forceinline__ void load(const DecodeArgs& a, int r) {
+    if (left <= 0 || a.scale_dtype == DType::f32) return;  // fp32 is rare: read when needed
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(scales) : "l"(at + 4 * r));
+    if (!a.has_zero) return;
+    if constexpr (F == WeightFormat::int4) {
+      asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(zeros) : "l"(at + 32 + r));
+    } else {
+      asm volatile("{\n.reg .u16 v;\nld.global.nc.u16 v, [%1];\ncvt.u32.u16 %0, v;\n}"
+                   : "=r"(zeros)
+                   : "l"(at + 32 + 2 * r));
+    }
   }
 
-  // After every stage, of 1, 2 or 4 groups, and after the last.
-  __device__ __forceinline__ void end_stage(const DecodeArgs& a, bool last) {
-    if constexpr (kFours) {
-      if (groups == 4 || (last && groups != 0)) add_groups(a);
+  __device__ __forceinline__ void terms(const DecodeArgs& a, int r, RowTerms (&rows)[2]) const {
+    if (a.scale_dtype == DType::f32 || a.has_minimum) {
+      if (left > 0) read_record<F>(a, at, r, rows);
+      return;
     }
+    constexpr int kBits{F == WeightFormat::int4 ? 4 : 8};
+    unpack_pair(scales, a.scale_dtype == DType::bf16, rows[0].scale, rows[1].scale);
+    rows[0].minimum = rows[1].minimum = 0.0f;
+    rows[0].zero = a.has_zero ? zeros & (1 << kBits) - 1 : a.default_zero;
+    rows[1].zero = a.has_zero ? zeros >> kBits : a.default_zero;
   }
 };
 
@@ -289,39 +304,47 @@ __device__ __forceinline__ void multiply_stage(const DecodeArgs& a, Tile<F, Grou
   using Tiles = Tile<F, Grouped, D, C>;
   constexpr int kChunk{8 * D * Fmt::kPlaneBytes};
   if constexpr (Fmt::kInteger) {
-    uint4 w[Fmt::kCopies];
+    constexpr int kWords{Fmt::kCopies / 2};
 #pragma unroll
-    for (int i = 0; i < Fmt::kCopies; ++i) w[i] = *reinterpret_cast<const uint4*>(here + i * 512 + lane * 16);
-    uint4 digits[Tiles::kTiles];  // of 32 columns, and of 32 more
+    for (int u = 0; u < kStepK / 64; ++u) {
+      uint4 w[kWords], digits[Tiles::kTiles];
 #pragma unroll
-    for (int t = 0; t < kStepK / 32; ++t) {
-      const uint4 from = w[t * Fmt::kCopies / 4];
-      uint32_t words[4]{from.x, from.y, from.z, from.w};
-      if constexpr (F == WeightFormat::int4) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if constexpr (tile.kSets == 2) {
-            words[i] &= t % 2 == 0 ? 0x0f0f0f0fu : 0xf0f0f0f0u;
-          } else {
-            words[i] = words[i] >> (t % 2 * 4) & 0x0f0f0f0fu;
-          }
-        }
-      }
+      for (int i = 0; i < kWords; ++i) w[i] = *reinterpret_cast<const uint4*>(here + (u * kWords + i) * 512);
       if constexpr (Tiles::kDigits) {
 #pragma unroll
-        for (int i = 0; i < Tiles::kTiles; ++i) {
-          if (t % 2 == 0) digits[i] = planes.template read<uint4>(i, t * 64);
-          const uint4 b = digits[i];
-          mma(tile.acc[t % tile.kSets][i][0], words, t % 2 == 0 ? make_uint2(b.x, b.y) : make_uint2(b.z, b.w));
-        }
-      } else {
-        multiply_codes(tile.acc[t % tile.kSets], words, planes, t * 4 * kChunk);
+        for (int i = 0; i < Tiles::kTiles; ++i) digits[i] = planes.template read<uint4>(i, u * 128);
       }
-      if constexpr (Grouped) {
-        if (t == 3 || (t == 1 ? group_mask < 3 : group_mask == 0)) {  // the mask is 0, 1 or 3
-          tile.end_group(a, group.record, group.sums, lane);
-          group.record += a.record_bytes;
-          group.sums += kGroupWords<D> * C;
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        const uint4 from = w[t * kWords / 2];
+        uint32_t words[4]{from.x, from.y, from.z, from.w};
+        if constexpr (F == WeightFormat::int4) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if constexpr (tile.kSets == 2) {
+              words[i] &= t == 0 ? 0x0f0f0f0fu : 0xf0f0f0f0u;
+            } else {
+              words[i] = words[i] >> t * 4 & 0x0f0f0f0fu;
+            }
+          }
+        }
+        if constexpr (Tiles::kDigits) {
+#pragma unroll
+          for (int i = 0; i < Tiles::kTiles; ++i) {
+            const uint4 b = digits[i];
+            mma(tile.acc[t % tile.kSets][i][0], words, t == 0 ? make_uint2(b.x, b.y) : make_uint2(b.z, b.w));
+          }
+        } else {
+          multiply_codes(tile.acc[t % tile.kSets], words, planes, (u * 2 + t) * 4 * kChunk);
+        }
+        if constexpr (Grouped) {
+          if (t == 0 ? group_mask == 0 : u == 1 || group_mask < 3) {  // the mask is 0, 1 or 3
+            tile.end_group(a, group.record, group.sums, lane);
+            if constexpr (!Tiles::kFours) {
+              group.record += a.record_bytes;
+              group.sums += kGroupWords<D> * C;
+            }
+          }
         }
       }
     }

@@ -67,10 +67,12 @@ struct DecodePlan {
   int slices_log;    // K is cut into 1 << slices_log slices
   int block_log;     // of these, a block takes 1 << block_log
   int parts_log;     // slices_log - block_log: 1 << parts_log blocks share a strip
-  int block_strips;  // strips a block works on at a time: kDecodeWarps >> block_log
+  int own_log;       // of these, a warp takes 1 << own_log, one after another, and adds them itself
+  int block_strips;  // strips a block works on at a time: kDecodeWarps / strip_warps()
   int grid;
   int strips;
-  int depth;                                                    // strips whose sums may wait for their reduction
+  int depth;  // strips whose sums may wait for their reduction, a power of two
+  int depth_log;
   bool prepared;                                                // the planes come from linear_planes_kernel
   int plane_pitch;                                              // bytes between rows of the planes
   int planes_at, sums_at, scales_at;                            // in the image of a part
@@ -81,6 +83,7 @@ struct DecodePlan {
   NIBBLELM_HOST_DEVICE int slices() const { return 1 << slices_log; }
   NIBBLELM_HOST_DEVICE int block_slices() const { return 1 << block_log; }
   NIBBLELM_HOST_DEVICE int parts() const { return 1 << parts_log; }
+  NIBBLELM_HOST_DEVICE int strip_warps() const { return 1 << (block_log - own_log); }
   int64_t partial_floats() const {
     return parts_log == 0 ? 0 : static_cast<int64_t>(parts()) * strips * kStripRows * m;
   }
@@ -90,16 +93,18 @@ struct DecodePlan {
 };
 
 // The shared memory of one choice of (m, block_slices); the offsets are where the kernel finds its parts.
-inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int slices_log, int block_log, int depth,
-                                bool small_shared) {
+inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int slices_log, int block_log, int own_log,
+                                int depth, bool small_shared) {
   DecodePlan p{};
   p.m = m;
   p.slices_log = slices_log;
   p.block_log = block_log;
   p.parts_log = slices_log - block_log;
-  p.block_strips = kDecodeWarps >> block_log;
+  p.own_log = own_log;
+  p.block_strips = kDecodeWarps >> (block_log - own_log);
   p.strips = w.strips();
   p.depth = depth;
+  while (1 << p.depth_log < depth) ++p.depth_log;
   int steps = 0;
   for (int part = 0; part < p.parts(); ++part) {
     steps = std::max(steps, slice_begin((part + 1) << block_log, slices_log, w.steps()) -
@@ -116,7 +121,8 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.image_bytes = (p.scales_at + p.block_slices() * columns * 4 + 15) / 16 * 16;
   p.prepared = steps * kStepK * m >= kPreparedElements;
 
-  p.record_slot = grouped ? kStepK / w.group_size * w.record_bytes() : 0;
+  const bool beside = grouped && !(columns == 1 && digits);  // else every lane reads the record it needs
+  p.record_slot = beside ? kStepK / w.group_size * w.record_bytes() : 0;
   const int ring = ring_bytes(w.format, columns, small_shared);
   p.records_at = kDecodeWarps * ring;
   p.image_at = p.records_at + kDecodeWarps * (ring / stage_bytes(w.format)) * p.record_slot;
@@ -127,6 +133,14 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   return p;
 }
 
+// Slices (log2) of a strip that one warp takes: as many as leave work for every warp of a block with `strips` strips.
+// Each halves the exchange of sums, which one row of x does not notice.
+constexpr int decode_own_log(int m, int block_log, int strips) {
+  int own = 0;
+  while (m > 1 && own < block_log && kDecodeWarps >> (block_log - own) < strips) ++own;
+  return own;
+}
+
 // Takes as many slices into one block as shared memory holds (no sum across blocks when it holds all), and fewer rows
 // only where even one slice does not fit. `architecture`: what the kernels are compiled for, as 80 or 90.
 inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, bool aligned, int multiprocessors,
@@ -135,13 +149,17 @@ inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, bool 
   const int slices_log = decode_slices_log(w.steps());
   for (int rows = m; rows >= 1; rows = rows > 1 ? (rows + 1) / 2 : 0) {
     for (int block_log = slices_log; block_log >= 0; --block_log) {
-      for (int depth = rows == 1 ? 4 : 2; depth >= 1; --depth) {
-        DecodePlan p = decode_layout(w, planes, rows, slices_log, block_log, depth, small_shared_memory(architecture));
+      const int most_blocks = std::max(multiprocessors >> (slices_log - block_log), 1);
+      const int block_strips = (w.strips() + most_blocks - 1) / most_blocks;
+      const int own_log = decode_own_log(rows, block_log, block_strips);
+      for (int depth = rows == 1 ? 4 : 2; depth >= 1; depth /= 2) {
+        DecodePlan p =
+            decode_layout(w, planes, rows, slices_log, block_log, own_log, depth, small_shared_memory(architecture));
         if (p.shared_bytes > shared_limit) continue;
         // Only that kernel reads x element by element, or sees a whole row where blocks do not.
         p.prepared = p.prepared || !aligned || p.parts_log > 0;
-        const int blocks = (p.strips + p.block_strips - 1) / p.block_strips;
-        p.grid = std::min(std::max(multiprocessors >> p.parts_log, 1), blocks) << p.parts_log;
+        const int at_once = std::min(p.block_strips, block_strips);
+        p.grid = std::min(most_blocks, (p.strips + at_once - 1) / at_once) << p.parts_log;
         return p;
       }
     }
