@@ -1,6 +1,7 @@
 """Time the linear kernels of the CPU on a model's matrix shapes, beside the machine's own limits.
 
-    python scripts/bench_cpu_ops.py --isa avx512 --threads 2 --json cpu_ops.json
+    python scripts/bench_cpu_ops.py --isa avx512 --threads 2
+    python scripts/bench_cpu_ops.py --isa avx2 avx512 --json benchmarks/cpu/avx2.json
 
 Decode (M = 1) walks over several copies of each matrix, so that weights come from memory as in a model, and is
 given in GB/s of streamed weight bytes and as a share of the read bandwidth taken in the same round. Prefill is given
@@ -9,10 +10,14 @@ shared and its speed drifts.
 """
 
 import argparse
+import itertools
 import json
+import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,6 +29,7 @@ SHAPES = {  # (K, N) of the matrices of a decode step
     "qwen2.5-0.5b": [(896, 1152), (896, 896), (896, 9728), (4864, 896), (896, 151936)],
 }
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def random_weight(n: int, k: int, bits: int, group_size: int) -> QuantizedWeight:
@@ -116,7 +122,7 @@ def matrix_entries(args: argparse.Namespace, k: int, n: int, bits: int) -> list[
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="tinyllama")
-    parser.add_argument("--isa", help="instruction set (default: the best)")
+    parser.add_argument("--isa", nargs="+", default=[_cpu.isa()], help="instruction sets (default: the best)")
     parser.add_argument("--threads", type=int, default=0, help="default: all cores")
     parser.add_argument("--bits", type=int, nargs="+", choices=(4, 8, 16), default=[4, 8])
     parser.add_argument("--group-size", type=int, default=-1)
@@ -126,33 +132,41 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--torch", action="store_true", help="PyTorch's bf16 and dynamic int8 beside prefill")
     parser.add_argument("--rotate-mb", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the medians there")
     return parser.parse_args()
+
+
+def measure(args: argparse.Namespace, memory: torch.Tensor, k: int, n: int, bits: int) -> list[dict[str, Any]]:
+    """One matrix on the instruction set in force; the rows of the record, which are printed too."""
+    measured, rows = limit_entries(memory) + matrix_entries(args, k, n, bits), []
+    for _ in range(args.rounds):
+        for entry in measured:
+            entry.measure()
+    limits = {entry.unit: max(entry.rates) for entry in measured[:2]}
+    print(f"{_cpu.isa()}: {k} x {n}, {bits} bits, groups of {args.group_size}")
+    for e in measured:
+        best, median = max(e.rates), statistics.median(e.rates)
+        print(f"  {e.name:14} {best:7.2f} ({median:6.2f}) {e.unit:6} {best / limits[e.unit]:5.0%}", flush=True)
+        facts = {"isa": _cpu.isa(), "k": k, "n": n, "bits": bits}
+        rows.append({**facts, "name": e.name, "unit": e.unit, "median": round(median, 3)})
+    return rows
 
 
 def main() -> None:
     args = parse()
-    if args.isa:
-        _cpu.set_isa(args.isa)
     _cpu.set_threads(args.threads)
     torch.set_num_threads(_cpu.threads())
     memory, rows = torch.ones(args.rotate_mb << 18), []
-    print(f"{_cpu.isa()}, {_cpu.threads()} threads; best (median) of {args.rounds} rounds")
-    for k, n in SHAPES[args.shape]:
-        for bits in args.bits:
-            measured = limit_entries(memory) + matrix_entries(args, k, n, bits)
-            for _ in range(args.rounds):
-                for entry in measured:
-                    entry.measure()
-            limits = {entry.unit: max(entry.rates) for entry in measured[:2]}
-            print(f"{k} x {n}, {bits} bits, groups of {args.group_size}")
-            for e in measured:
-                best, median = max(e.rates), sorted(e.rates)[len(e.rates) // 2]
-                print(f"  {e.name:14} {best:7.2f} ({median:6.2f}) {e.unit:6} {best / limits[e.unit]:5.0%}", flush=True)
-                rows.append({"k": k, "n": n, "bits": bits, "name": e.name, "unit": e.unit, "rates": e.rates})
+    print(f"{_cpu.threads()} threads; best (median) of {args.rounds} rounds")
+    for (k, n), bits in itertools.product(SHAPES[args.shape], args.bits):
+        for isa in args.isa:
+            _cpu.set_isa(isa)
+            rows += measure(args, memory, k, n, bits)
     if args.json:
-        scheme = {"isa": _cpu.isa(), "threads": _cpu.threads(), "group_size": args.group_size}
-        args.json.write_text(json.dumps({**scheme, "rows": rows}, indent=1))
+        commit = subprocess.check_output(["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"], text=True)
+        scheme = {"commit": commit.strip(), "threads": _cpu.threads(), "group_size": args.group_size}
+        lines = ",\n  ".join(json.dumps(row) for row in rows)  # a line for each row
+        args.json.write_text(json.dumps(scheme)[:-1] + f', "rows": [\n  {lines}\n]}}\n')
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python scripts/bench_cpu_peers.py --peer-python PEERS/bin/python --work CACHE --json benchmarks/cpu
     python scripts/bench_cpu_peers.py --shape qwen2.5-0.5b --threads 2 --rounds 3
+    python scripts/bench_cpu_peers.py --rounds 0 --work CACHE --json benchmarks/cpu       the footprint alone
 
 PEERS is a virtual environment with llama.cpp built for this machine, numpy and the GGUF writer:
 
@@ -46,6 +47,7 @@ ENGINES = Path(__file__).with_name("cpu_peer_engines.py")
 ROOT = ENGINES.parent.parent
 TOKENS = {"prefill": 512, "decode": 128}
 PAUSE_S = 0.03  # longer than any engine's idle threads spin
+RETURN_S = 5.0  # longer than Linux waits before it reports free memory to a host
 PAIRS = (  # bits of NibbleLM, peer
     (4, "llama.cpp Q4_0"),
     (8, "llama.cpp Q8_0"),
@@ -239,25 +241,71 @@ def print_limits(
     return read, products
 
 
-def footprint(shape: str, folder: Path, bits: int) -> dict[str, Any]:
-    """Medians over three fresh processes, each with the folder's pages in the page cache."""
-    runs = []
-    for _ in range(3):
-        for file in folder.iterdir():
-            file.read_bytes()
-        runs.append(json.loads(subprocess.check_output([sys.executable, ENGINES, "footprint", folder])))
-    found = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+def read_through(folder: Path) -> int:
+    """Bring a folder's files into the page cache; their size."""
+    size = 0
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            while block := file.read(8 << 20):
+                size += len(block)
+    return size
+
+
+def footprint(shape: str, folder: Path, bits: int, measured_commit: str) -> dict[str, Any]:
+    """Medians over fresh processes, three of each kind, which find the folder in the page cache.
+
+    A virtual machine may return free memory to its host, and wait some 5 ms for every 2 MiB of it that is touched
+    again. `load_s` is taken right after another process has touched and freed three times the size of the files,
+    `load_untouched_s` after the machine had the time to return what was free.
+    """
+    runs: list[dict[str, float]] = []
+    for untouched in (False, True) * 3:
+        size = read_through(folder)
+        if untouched:
+            time.sleep(RETURN_S)
+        else:
+            np.ones(3 * size, np.uint8)
+        run = json.loads(subprocess.check_output([sys.executable, ENGINES, "footprint", folder]))
+        if untouched:
+            run["load_untouched_s"] = run.pop("load_s")
+        runs.append(run)
+    keys = dict.fromkeys(key for run in runs for key in run)
+    found = {key: statistics.median(run[key] for run in runs if key in run) for key in keys}
     rest = found["kv_bytes"] + found["torch_bytes"]
     shares = [found["peak_bytes"] / (found[key] + rest) for key in ("packed_bytes", "file_bytes")]
     mib = {key: f"{value / 2**20:.0f}" for key, value in found.items() if key.endswith("_bytes")}
     print(
-        f"{shape} int{bits}: load {found['load_s']:.2f} s beyond import torch; peak {mib['peak_bytes']} MiB: "
+        f"{shape} int{bits}: load {found['load_s']:.2f} s beyond import torch ({found['load_untouched_s']:.2f} s in "
+        f"memory not touched before); peak {mib['peak_bytes']} MiB: "
         f"KV {mib['kv_bytes']} + import torch {mib['torch_bytes']} + matrices {mib['packed_bytes']} "
         f"({shares[0]:.2f} x) or + the whole file {mib['file_bytes']} ({shares[1]:.2f} x); "
         f"{found['outside_kernels']:.1%} of a decoded token outside kernels",
         flush=True,
     )
-    return {"shape": shape, "bits": bits, **found}
+    facts = {key: round(value) if key.endswith("_bytes") else round(value, 4) for key, value in found.items()}
+    return {"shape": shape, "bits": bits, **facts, "commit": measured_commit}
+
+
+def compare(
+    shape: str,
+    commands: dict[str, list[str]],
+    weight_bytes: dict[int, int],
+    args: argparse.Namespace,
+    measured_commit: str,
+) -> list[dict[str, Any]]:
+    """All engines on one shape; the rows of the record, which are printed too."""
+    found, limits = [], Limits()
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(Worker(command)) for name, command in commands.items()}
+        print_agreement(workers, args.threads[0])
+        for threads in args.threads:
+            print(f"{shape}, {threads} threads, {args.rounds} rounds, tok/s")
+            rates, measured = run_rounds(workers, limits, threads, args.phase, args.rounds)
+            read, _ = print_limits(rates, measured, weight_bytes)
+            rows = rows_of(rates, read, {"shape": shape, "threads": threads, "commit": measured_commit})
+            print_rows(rows)
+            found += rows
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- command line
@@ -280,37 +328,33 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shape", nargs="+", choices=shapes, default=list(shapes))
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 1])
     parser.add_argument("--phase", nargs="+", choices=tuple(TOKENS), default=list(TOKENS))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="0: no engines, only the footprint")
     parser.add_argument("--peer-python", type=Path, metavar="PATH", help="interpreter that has llama_cpp and gguf")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps the models (default: a temporary folder)")
     parser.add_argument("--footprint", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--json", type=Path, metavar="FOLDER", help="write peers.json and footprint.json there")
+    parser.add_argument(
+        "--json", type=Path, metavar="FOLDER", help="write what was measured there: peers.json, footprint.json"
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
-    rows, footprints, limits, measured_commit = [], [], Limits(), commit()
+    rows, footprints, measured_commit = [], [], commit()
     with ExitStack() as outer:
         work = args.work or Path(outer.enter_context(tempfile.TemporaryDirectory()))
         for shape in args.shape:
             commands = prepare(shape, work, args.peer_python)
-            footprints += [footprint(shape, work / shape / f"int{bits}", bits) for bits in (4, 8) if args.footprint]
-            with ExitStack() as stack:
-                workers = {name: stack.enter_context(Worker(command)) for name, command in commands.items()}
-                print_agreement(workers, args.threads[0])
-                for threads in args.threads:
-                    print(f"{shape}, {threads} threads, {args.rounds} rounds, tok/s")
-                    rates, measured = run_rounds(workers, limits, threads, args.phase, args.rounds)
-                    weight_bytes = {f["bits"]: f["packed_bytes"] for f in footprints if f["shape"] == shape}
-                    read, _ = print_limits(rates, measured, weight_bytes)
-                    facts = {"shape": shape, "threads": threads, "commit": measured_commit}
-                    rows += rows_of(rates, read, facts)
-                    print_rows([r for r in rows if r["shape"] == shape and r["threads"] == threads])
+            for bits in (4, 8) if args.footprint else ():
+                footprints.append(footprint(shape, work / shape / f"int{bits}", bits, measured_commit))
+            weight_bytes = {f["bits"]: f["packed_bytes"] for f in footprints if f["shape"] == shape}
+            if args.rounds:
+                rows += compare(shape, commands, weight_bytes, args, measured_commit)
     if args.json:
         args.json.mkdir(parents=True, exist_ok=True)
-        (args.json / "peers.json").write_text(json.dumps(rows, indent=1) + "\n")
-        (args.json / "footprint.json").write_text(json.dumps(footprints, indent=1) + "\n")
+        for name, record in (("peers", rows), ("footprint", footprints)):
+            if record:
+                (args.json / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

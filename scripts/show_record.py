@@ -4,7 +4,8 @@ python scripts/show_record.py
 """
 
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +37,60 @@ def gpu(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def cpu(rows: Sequence[dict[str, Any]]) -> str:
-    """Ratios against the peers, taken in one alternating run."""
-    cells = [
-        [
-            row["shape"],
-            str(row["threads"]),
-            f"{row['phase']} int{row['bits']}",
-            f"{row['ours_tok_s']:.1f}",
-            row["peer"],
-            f"{row['peer_tok_s']:.1f}",
-            f"{row['ratio_median']:.2f} [{row['ratio_min']:.2f}, {row['ratio_max']:.2f}]",
-        ]
-        for row in rows
-    ]
-    return table(["shape", "threads", "phase", "tok/s", "peer", "its tok/s", "ratio [least, most]"], cells)
+    """Ratios against both peers, taken in one alternating run."""
+    cells: dict[tuple[Any, ...], list[str]] = {}
+    for row in rows:
+        start = (row["shape"], str(row["threads"]), f"{row['phase']} int{row['bits']}", f"{row['ours_tok_s']:.1f}")
+        ratio = f"{row['ratio_median']:.2f} x [{row['ratio_min']:.2f}, {row['ratio_max']:.2f}]"
+        cells.setdefault(start, []).append(f"{row['peer_tok_s']:.1f}: {ratio}")
+    header = ["shape", "threads", "phase", "tok/s", "llama.cpp Q4_0 / Q8_0", "torch dynamic int8"]
+    return table(header, [[*start, *peers] for start, peers in cells.items()])
+
+
+def footprint(rows: Sequence[dict[str, Any]]) -> str:
+    """Load time beyond `import torch`, and peak memory beside what must be there."""
+    cells = []
+    for row in rows:
+        rest = row["kv_bytes"] + row["torch_bytes"]
+        shares = (f"{row['peak_bytes'] / (row[key] + rest):.2f} x" for key in ("file_bytes", "packed_bytes"))
+        load = f"{row['load_s']:.2f} s ({row['load_untouched_s']:.2f} s)"
+        peak = f"{row['peak_bytes'] / 2**20:,.0f} MiB"
+        outside = f"{row['outside_kernels']:.1%}"
+        cells.append([row["shape"], f"int{row['bits']}", load, peak, *shares, outside])
+    against = [f"of {weights} + KV + torch" for weights in ("the file", "its matrices")]
+    return table(["shape", "weights", "load", "peak memory", *against, "outside kernels"], cells)
+
+
+def kernels(record: dict[str, Any]) -> str:
+    """Medians over a model's matrices, for activations at 8 bits."""
+
+    def rate(isa: str, bits: int, name: str) -> float:
+        rows = (r for r in record["rows"] if (r["isa"], r["bits"], r["name"]) == (isa, bits, name))
+        return statistics.median(row["median"] for row in rows)
+
+    cells = []
+    for isa, bits in sorted({(row["isa"], row["bits"]) for row in record["rows"]}):
+        decode, prefill = (rate(isa, bits, f"{phase} D1") for phase in ("decode", "prefill"))
+        share = f"{decode / rate(isa, bits, 'read'):.0%}"
+        cells.append([isa, f"int{bits}", f"{decode:.1f} GB/s", share, f"{prefill:.2f} Top/s"])
+    return table(["instruction set", "weights", "decode", "of the read bandwidth", "prefill"], cells)
+
+
+RECORDS: dict[str, Callable[[Any], str]] = {
+    "cpu/peers.json": cpu,
+    "cpu/footprint.json": footprint,
+    "cpu/avx2.json": kernels,
+    "h200/e2e.json": gpu,
+}
 
 
 def main() -> None:
-    for name, show in (("cpu/peers.json", cpu), ("h200/e2e.json", gpu)):
+    for name, show in RECORDS.items():
         path = ROOT / name
         if path.exists():
-            rows = json.loads(path.read_text())
-            print(f"{name}, measured on {rows[0].get('tree') or rows[0].get('commit')}\n\n{show(rows)}\n")
+            record = json.loads(path.read_text())
+            facts = record if isinstance(record, dict) else record[0]
+            print(f"{name}, measured on {facts.get('tree') or facts.get('commit')}\n\n{show(record)}\n")
 
 
 if __name__ == "__main__":
