@@ -53,7 +53,7 @@ build() {  # for the card that is present, into a folder of its own
 
 run_tests() {
   local status=0
-  $python -m pytest -q -n 8 -p no:cacheprovider -m gpu --junitxml="$state/tests.xml" tests || status=$?
+  OMP_NUM_THREADS=2 $python -m pytest -q -n 8 -p no:cacheprovider -m gpu --junitxml="$state/tests.xml" tests || status=$?
   [[ $status -le 1 ]] # anything above is not a result
 }
 
@@ -64,7 +64,7 @@ sanitize() {  # $1: tool, in several processes with a share of the cases each. I
   split --number=r/$processes "$logs/cases" "$logs/share."
   for share in "$logs"/share.*; do
     mapfile -t cases < "$share"
-    timeout 480 compute-sanitizer --tool "$1" --error-exitcode 9 \
+    OMP_NUM_THREADS=2 timeout 480 compute-sanitizer --tool "$1" --error-exitcode 9 \
       "$python" -m pytest -q -p no:cacheprovider "${cases[@]}" > "$share.log" 2>&1 &
     pids+=($!)
   done

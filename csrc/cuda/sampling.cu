@@ -166,10 +166,10 @@ struct Owned {
 
 // Adds up bins of falling values over the cluster and narrows `found` to the bin in which the mass reaches the target.
 // bin_of(x) is outside of 0..kBins - 1 for values that do not count, range_of(bin) gives the bin's largest key and how
-// many keys it has, target_of(sum of all bins) a target of at least 1.
+// many keys it has, target_of(sum of all bins) a target of at least 1. Values below `floor` do not count.
 template <class Row, class BinOf, class MassOf, class TargetOf, class RangeOf>
-__device__ __forceinline__ void histogram(Team& team, Row& row, Threshold& found, BinOf bin_of, MassOf mass_of,
-                                          TargetOf target_of, RangeOf range_of) {
+__device__ __forceinline__ void histogram(Team& team, Row& row, float floor, Threshold& found, BinOf bin_of,
+                                          MassOf mass_of, TargetOf target_of, RangeOf range_of) {
   Shared& shared = team.shared;
   auto& bins = shared.bins[team.turn & 1];
   auto& sums = shared.sums[team.turn++ & 1];
@@ -177,6 +177,7 @@ __device__ __forceinline__ void histogram(Team& team, Row& row, Threshold& found
   for (int i = threadIdx.x; i < kBins; i += kThreads) bins[i] = {0, 0};
   __syncthreads();
   row.each([&](float x, int) {
+    if (x < floor) return;
     const auto bin = static_cast<unsigned>(bin_of(x));
     if (bin >= kBins) return;
     const Mass mass = mass_of(x);
@@ -218,7 +219,8 @@ __device__ __forceinline__ void histogram(Team& team, Row& row, Threshold& found
 }
 
 // The key at which the mass, summed from the largest value down, reaches target_of(mass of all): mass above it is less.
-// Values below `floor` do not count. `reach` below the peak is where most of the mass is.
+// Or a range of keys, where it holds one token. Values below `floor` do not count. `reach` below the peak is where most
+// of the mass is.
 template <class Row, class MassOf, class TargetOf>
 __device__ __forceinline__ Threshold search(Team& team, Row& row, float peak, float floor, float reach, MassOf mass_of,
                                             TargetOf target_of) {
@@ -226,8 +228,9 @@ __device__ __forceinline__ Threshold search(Team& team, Row& row, float peak, fl
   // First by equal steps of the distance to the peak: keys would crowd at the exponents that most logits share.
   const float scale = static_cast<float>(kBins - 1) / fmaxf(fminf(reach, peak - floor), 1e-30f);
   const auto step_of = [=](float x) { return min(kBins - 1, static_cast<int>((peak - x) * scale)); };
+  bool steps = true;
 #pragma unroll 1
-  for (bool steps = true; steps || found.keys > 1; steps = false) {
+  do {
     const uint32_t key = found.key, keys = found.keys;
     const int shift = max(0, kWarp - __clz(static_cast<int>(keys - 1)) - kBinBits);
     const auto bin_of = [&](float x) {
@@ -241,23 +244,25 @@ __device__ __forceinline__ Threshold search(Team& team, Row& row, float peak, fl
         count = min(1u << shift, keys - (key - largest));
         return;
       }
-      // Two lanes find the least keys of this step and of the one before it.
-      const int wanted = bin - static_cast<int>(threadIdx.x % 2);
+      // Half a warp each finds the least keys of this step and of the one before it, 16 candidates at a time.
+      const int half = static_cast<int>(threadIdx.x) % kWarp / 16;
+      const uint32_t place = threadIdx.x % 16;
       uint32_t low = key - (keys - 1), high = key + 1;
-      while (low < high) {
-        const uint32_t middle = low + (high - low) / 2;
-        if (step_of(value_of(middle)) <= wanted) {
-          high = middle;
-        } else {
-          low = middle + 1;
-        }
+      while (__any_sync(kAllLanes, low < high)) {
+        const uint32_t stride = (high - low + 15) / 16, candidate = low + place * stride;
+        const bool reached = candidate >= high || step_of(value_of(candidate)) <= bin - half;
+        const uint32_t before = __popc(~__ballot_sync(kAllLanes, reached) >> 16 * half & 0xffffu);
+        high = min(high, low + before * stride);
+        if (before > 0) low += (before - 1) * stride + 1;
       }
       const uint32_t least = __shfl_sync(kAllLanes, low, 0);
-      largest = __shfl_sync(kAllLanes, low, 1) - 1;
+      largest = __shfl_sync(kAllLanes, low, 16) - 1;
       count = largest - least + 1;
     };
-    histogram(team, row, found, bin_of, mass_of, target_of, range_of);
-  }
+    histogram(team, row, floor, found, bin_of, mass_of, target_of, range_of);
+    steps = false;
+    // Two tokens would weigh about twice what the least of the range does, or more.
+  } while (found.keys > 1 && 2 * found.mass >= 3 * mass_of(value_of(found.key - (found.keys - 1))));
   return found;
 }
 
@@ -326,10 +331,11 @@ __device__ __forceinline__ Owned<kPer> read_row(const SamplingArgs& a, int64_t r
   return own;
 }
 
-__device__ __forceinline__ void finish(const SamplingArgs& a, int64_t row, int token) {
+// `step` and `position` are what the row had, read at the start: a load here would end the kernel later.
+__device__ __forceinline__ void finish(const SamplingArgs& a, int64_t row, int64_t step, int position, int token) {
   a.ids[row] = token;
-  a.steps[row] += 1;
-  if (a.positions != nullptr) a.positions[row] += 1;
+  a.steps[row] = step + 1;
+  if (a.positions != nullptr) a.positions[row] = position + 1;
   if (a.counts != nullptr && token >= 0) a.counts[row * a.vocab + token] += 1;
 }
 
@@ -362,7 +368,9 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(SamplingArgs a) {
   const int64_t row = blockIdx.y;
   const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
   const float temperature = a.temperature[row];
-  const auto seed = a.seeds[row], step = static_cast<uint64_t>(a.steps[row]);
+  const uint64_t seed = a.seeds[row];
+  const int64_t step = a.steps[row];
+  const int position = a.positions != nullptr ? a.positions[row] : 0;
   Owned<kPer> own = read_row<kPer>(a, row, team.rank * kWarps + warp, team.size * kWarps);
 
   float largest = -INFINITY;
@@ -382,7 +390,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(SamplingArgs a) {
   const float peak = value_of(static_cast<uint32_t>(best >> 32));
   if (temperature == 0.0f || !isfinite(peak)) {
     if (team.rank == 0 && threadIdx.x == 0)
-      finish(a, row, isfinite(peak) ? static_cast<int>(~static_cast<uint32_t>(best)) : -1);
+      finish(a, row, step, position, isfinite(peak) ? static_cast<int>(~static_cast<uint32_t>(best)) : -1);
     return;
   }
 
@@ -406,8 +414,8 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(SamplingArgs a) {
     const float reach = by_count && floor > -INFINITY ? INFINITY : kReach * temperature;
     const auto weigh = [=](float x) { return by_count ? Mass{1} : mass_of(x); };
     const Threshold t = search(team, own, peak, floor, reach, weigh, target_of);
-    floor = value_of(t.key);
-    if (by_count) continue;
+    floor = value_of(t.key - (t.keys - 1));
+    if (by_count || t.keys > 1) continue;
     // Of the tokens at the threshold the first ones stay, as many as it takes.
     const Mass each = mass_of(floor), kept = (t.target - t.above + each - 1) / each;
     if (kept * each >= t.mass) continue;
@@ -431,7 +439,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(SamplingArgs a) {
   own.each([&](float x, int) { mass += drawn_mass(x); });
   team_scan(team, mass, before, total);
   // floor(total * random / 2^32): the token is the first whose cumulative mass exceeds it.
-  const Mass random = philox(seed, step);
+  const Mass random = philox(seed, static_cast<uint64_t>(step));
   const Mass point = (total >> 32) * random + ((total & 0xffffffffu) * random >> 32);
   if (point < before || point >= before + warp_total(mass)) return;
   own.each_run([&](int r) {
@@ -446,7 +454,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(SamplingArgs a) {
       first += drawn_mass(x);
       if (token < 0 && first > point) token = id;
     });
-    finish(a, row, token);
+    finish(a, row, step, position, token);
   });
 }
 
@@ -474,7 +482,10 @@ void sample(const SamplingArgs& a, const Launch& launch) {
   config.attrs = blocks > 1 ? attributes : attributes + 1;
   config.numAttrs = (blocks > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
   const int per_thread = ceil_div(a.vocab, static_cast<int64_t>(blocks) * kThreads);
-  const auto kernel = per_thread <= 4 ? sample_kernel<4> : per_thread <= 16 ? sample_kernel<16> : sample_kernel<32>;
+  const auto kernel = per_thread <= 4    ? sample_kernel<4>
+                      : per_thread <= 16 ? sample_kernel<16>
+                      : per_thread <= 20 ? sample_kernel<20>
+                                         : sample_kernel<32>;
   check(cudaLaunchKernelEx(&config, clusters ? kernel : sample_kernel<0>, a), what());
 }
 
