@@ -47,7 +47,8 @@ void attention_decode(const AttentionArgs& args, const Launch& launch);
 
 // rope_append and attention_decode in one: q of `args` is the fused projection (rows, heads + 2 kv_heads, head_dim),
 // whose k and v enter the cache; rows have different slots. The result has the bits of the two one after the other.
-// q_norm, k_norm (head_dim,) fp32 or null. For what attention_fuses() says.
+// q_norm, k_norm (head_dim,) fp32 or null; the table has a row for every position of the cache. For what
+// attention_fuses() says.
 void attention_rope(const AttentionArgs& args, const RopeTable& table, const float* q_norm, const float* k_norm,
                     float eps, bool plus_one, const Launch& launch);
 bool attention_fuses(const AttentionArgs& args, const RopeTable& table);

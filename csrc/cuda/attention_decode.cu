@@ -38,7 +38,6 @@ struct Plan {
     const int even = (length + parts - 1) >> (31 - __clz(parts));
     return {length, max(kLeastSpan, (even + kTile - 1) / kTile * kTile)};
   }
-  __device__ __forceinline__ bool has(int part) const { return part * span < length; }
   __device__ __forceinline__ int parts() const { return (length + span - 1) / span; }
 };
 
@@ -197,7 +196,16 @@ struct RawHeads {
   static constexpr int kValues{D / kWarp};
   static constexpr int kItems{(kHeads + 2 + kWarps - 1) / kWarps};
   bf16 x[kItems][kValues];
+  float cos[kValues / 2], sin[kValues / 2];
 
+  __device__ __forceinline__ void read_angles(const HeadArgs& a, int position) {
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i) {
+      const int64_t entry = static_cast<int64_t>(position) * (D / 2) + threadIdx.x % kWarp + kWarp * i;
+      cos[i] = a.cos[entry];
+      sin[i] = a.sin[entry];
+    }
+  }
   __device__ __forceinline__ void read(const AttentionArgs& a, int64_t row, int first_head, int heads, int kv_head) {
     const bf16* const qkv = static_cast<const bf16*>(a.q) + row * a.q_stride + threadIdx.x % kWarp;
 #pragma unroll
@@ -212,16 +220,9 @@ struct RawHeads {
 
   // `target` is the place in the cache of the new key (of the value: `target_value`), null where it is not this
   // block's.
-  __device__ __forceinline__ void prepare(Prepared<D>& to, const HeadArgs& a, int position, int heads, bool newest,
-                                          bf16* target, bf16* target_value) const {
+  __device__ __forceinline__ void prepare(Prepared<D>& to, const HeadArgs& a, int heads, bool newest, bf16* target,
+                                          bf16* target_value) const {
     const int lane = threadIdx.x % kWarp;
-    float cos[kValues / 2], sin[kValues / 2];
-#pragma unroll
-    for (int i = 0; i < kValues / 2; ++i) {
-      const int64_t entry = static_cast<int64_t>(position) * (D / 2) + lane + kWarp * i;
-      cos[i] = a.cos[entry];
-      sin[i] = a.sin[entry];
-    }
 #pragma unroll
     for (int n = 0; n < kItems; ++n) {
       const int item = threadIdx.x / kWarp + n * kWarps;
@@ -259,21 +260,34 @@ struct RawHeads {
   }
 };
 
-// Asks L2 for the tiles of a short row while the kernel before still runs; those of a long one would be gone from L2
-// before their turn. Where the row stands may still change, so this is only a guess: it is read around L1, nothing is
-// kept of it, and a wrong one costs nothing but its reads.
-template <int D, int kCluster>
-__device__ __forceinline__ void prefetch_tiles(const AttentionArgs& a, int64_t row, int kv_head, int most_clusters) {
-  const int slot = __ldcg(a.slots + row), position = __ldcg(a.positions + row);
-  const Interval range = attended_plain(a, slot, position);
-  const Plan plan = Plan::of<kCluster>(range, most_clusters);
-  if (!plan.has(blockIdx.x) || plan.span > Ring<D>::kWarps * Ring<D>::kStages * kTile) return;
-  const int begin = range.first + blockIdx.x * plan.span;
-  const int end = min(range.end, begin + plan.span);
-  const int64_t first = static_cast<int64_t>(begin) * D * 2;
-  const int bytes = (end - begin) * D * 2;
-  const char* const k = static_cast<const char*>(cache_row(a.k, a, slot, kv_head)) + first;
-  const char* const v = static_cast<const char*>(cache_row(a.v, a, slot, kv_head)) + first;
+// What a block has to do for the row at (slot, position).
+struct Share {
+  int slot;
+  int position;
+  Interval range;
+  Plan plan;
+  int begin;
+  int end;
+
+  template <int kCluster, bool kPlain>
+  __device__ __forceinline__ static Share of(const AttentionArgs& a, int64_t row, int slot, int position,
+                                             int most_clusters) {
+    const Interval range = kPlain ? attended_plain(a, slot, position) : attended(a, row, slot, position);
+    const Plan plan = Plan::of<kCluster>(range, most_clusters);
+    const int begin = range.first + static_cast<int>(blockIdx.x) * plan.span;
+    return {slot, position, range, plan, begin, min(range.end, begin + plan.span)};
+  }
+  __device__ __forceinline__ bool empty() const { return begin >= end; }
+};
+
+// Asks L2 for the tiles of a short row; those of a long one would be gone from L2 before their turn.
+template <int D>
+__device__ __forceinline__ void prefetch_tiles(const AttentionArgs& a, const Share& share, int kv_head) {
+  if (share.empty() || share.plan.span > Ring<D>::kWarps * Ring<D>::kStages * kTile) return;
+  const int64_t first = static_cast<int64_t>(share.begin) * D * 2;
+  const int bytes = (share.end - share.begin) * D * 2;
+  const char* const k = static_cast<const char*>(cache_row(a.k, a, share.slot, kv_head)) + first;
+  const char* const v = static_cast<const char*>(cache_row(a.v, a, share.slot, kv_head)) + first;
 #pragma unroll 1
   for (int at = threadIdx.x * 128; at < bytes; at += Ring<D>::kThreads * 128) {
     prefetch_l2(k + at);
@@ -357,30 +371,48 @@ __global__ void __launch_bounds__(Ring<D>::kThreads, D == 256 ? 2 : 4)
   const int heads = min(kHeads, per_kv - in_group);
   const int part = blockIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
   if (kCluster > 1 && part % kCluster == 0 && threadIdx.x == 0) cluster_init(&received);
-  if constexpr (kFused) prefetch_tiles<D, kCluster>(a, row, kv_head, most_clusters);
+  // Where the row stands may change until the wait; a guess from before it is right but for the step after a change,
+  // and what it is used for then is done again. It is read around L1, which would keep it.
+  Share share{};
+  if constexpr (kFused) {
+    const int guess = __ldcg(a.positions + row);
+    share = Share::of<kCluster, true>(a, row, guess < a.capacity ? __ldcg(a.slots + row) : -1, guess, most_clusters);
+    prefetch_tiles<D>(a, share, kv_head);
+  }
   dependency_wait();
   RawHeads<D> raw;
   if constexpr (kFused) raw.read(a, row, first_head, heads, kv_head);
   const int slot = a.slots[row], position = a.positions[row];
-  const Interval range = kFused ? attended_plain(a, slot, position) : attended(a, row, slot, position);
-  const Plan plan = Plan::of<kCluster>(range, most_clusters);
+  if constexpr (!kFused) share = Share::of<kCluster, false>(a, row, slot, position, most_clusters);
+  constexpr int kStep{R::kWarps * kTile};
+#pragma unroll 1
+  for (;;) {
+    if (!share.empty()) {
+      const R ring(shared_address(storage), a, share.slot, kv_head,
+                   kFused && share.position == share.end - 1 ? share.position : share.end, warp, lane);
+#pragma unroll 1
+      for (int i = 0, at = share.begin + warp * kTile; i < R::kStages - 1; ++i, at += kStep) {
+        if (at < share.end) ring.fetch(i, at);
+        copy_async_commit();
+      }
+      if constexpr (kFused) raw.read_angles(head_args, share.position);
+    }
+    if (!kFused || (share.slot == slot && share.position == position)) break;
+    copy_async_wait<0>();
+    __syncwarp();
+    share = Share::of<kCluster, true>(a, row, slot, position, most_clusters);
+  }
   bf16* const out = static_cast<bf16*>(a.out) + (row * a.heads + first_head) * D;
-  if (!plan.has(part)) {
+  const Plan plan = share.plan;
+  if (share.empty()) {
     if (plan.length == 0 && part == 0)
       for (int i = threadIdx.x; i < heads * D; i += R::kThreads) out[i] = from_float<bf16>(0.0f);
     return;
   }
-
-  const int begin = range.first + part * plan.span, end = min(range.end, begin + plan.span);
+  const int begin = share.begin, end = share.end;
   const bool newest = kFused && position == end - 1;  // its key and value are not in the cache yet
   const R ring(shared_address(storage), a, slot, kv_head, newest ? position : end, warp, lane);
-  constexpr int kStep{R::kWarps * kTile};
   int p = begin + warp * kTile;
-#pragma unroll 1
-  for (int i = 0; i < R::kStages - 1; ++i) {
-    if (p + i * kStep < end) ring.fetch(i, p + i * kStep);
-    copy_async_commit();
-  }
   dependency_release();  // not earlier: the next kernel's weights would go before these tiles
   const bf16* query = static_cast<const bf16*>(a.q) + row * a.q_stride + (first_head + g) * D;
   if constexpr (kFused) {  // meanwhile the tiles are on their way
@@ -389,7 +421,7 @@ __global__ void __launch_bounds__(Ring<D>::kThreads, D == 256 ? 2 : 4)
     bf16* const keys = const_cast<bf16*>(static_cast<const bf16*>(a.k));
     bf16* const values = const_cast<bf16*>(static_cast<const bf16*>(a.v));
     const bool writes = in_group == 0;
-    raw.prepare(prepared, head_args, position, heads, newest, writes ? keys + offset : nullptr,
+    raw.prepare(prepared, head_args, heads, newest, writes ? keys + offset : nullptr,
                 writes ? values + offset : nullptr);
     __syncthreads();
     query = prepared.q[g];

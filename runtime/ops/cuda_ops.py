@@ -237,7 +237,7 @@ def rope_attention(
         q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
         table = _rope_table(qkv, positions, cos, sin, interleaved)
         args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, main, scale, window, _PLAIN, False)
-        if kernels.attention_fuses(args, table):
+        if cos.shape[0] >= k_cache.shape[2] and kernels.attention_fuses(args, table):
             normed = _vector(q_norm, q.shape[2]) and _vector(k_norm, q.shape[2])
             _require(normed, "rope_attention", "norms (D,) fp32", q_norm, k_norm)
             norms = (_address(q_norm), _address(k_norm), eps, plus_one)

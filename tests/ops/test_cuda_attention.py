@@ -372,6 +372,34 @@ def test_rope_attention_in_a_graph() -> None:
         assert all(same(a, b) for a, b in zip(one, other, strict=True))
 
 
+def test_rope_attention_sees_positions_that_change_just_before() -> None:
+    """The kernel ahead moves the rows on while this one has started and guessed where they are."""
+    c = make_projection([64, 1, 128, 2047], 8, 2, 128, capacity=2100)
+    state, steps, m = ops.SamplingState.greedy(4, DEVICE), 6, 4
+    logits, positions = torch.randn(m, 128256, device=DEVICE), c["positions"].clone()
+    qkv = [torch.randn_like(c["qkv"], dtype=FP32).to(BF16) for _ in range(steps)]
+    caches = [[c[name].nan_to_num(0.5) for name in ("k_cache", "v_cache")] for _ in range(2)]
+
+    def run(caches: list[Tensor]) -> list[Tensor]:
+        results = []
+        for x in qkv:
+            ops.sample(logits, state, positions=positions)
+            places = {"qkv": x.clone(), "positions": positions, "k_cache": caches[0], "v_cache": caches[1]}
+            results.append(ops.rope_attention(**(c | places)))
+        return results
+
+    want = run(caches[0])
+    with fusion(True):
+        run([t.clone() for t in caches[1]])
+    with ops.capture(DEVICE) as program:
+        got = run(caches[1])
+    for _ in range(3):
+        positions.copy_(c["positions"])
+        program.replay()
+        assert all(same(a, b) for a, b in zip(got, want, strict=True))
+    assert all(same(a, b) for a, b in zip(*caches, strict=True))
+
+
 def test_contract_errors() -> None:
     c = make(2, 4, 2, 64, 30, BF16)
     with pytest.raises(ValueError, match="multiple of 8"):
