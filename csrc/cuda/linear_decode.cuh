@@ -207,6 +207,26 @@ struct Reduction {
     }
   }
 
+  // Where one warp has taken all of K, this lane's values are the result.
+  __device__ __forceinline__ void store_values(const float (&value)[kValues]) const {
+    const int r = lane / 4, n = strip * kStripRows + r;
+    float bias[2]{};
+    if (a.bias != nullptr) bias[0] = n < a.n ? a.bias[n] : 0.0f, bias[1] = n + 8 < a.n ? a.bias[n + 8] : 0.0f;
+#pragma unroll
+    for (int i = 0; i < kValues; i += 2) {
+      const int m = Tiles::column(i / 2 / Tiles::kColumns, i / 2 % Tiles::kColumns, lane);
+      if (m >= a.plan.m) continue;
+      float low = value[i] + bias[0], high = value[i + 1] + bias[1];
+      if (a.swiglu) {
+        if (a.y_dtype == DType::bf16) low = to_float(from_float<bf16>(low)), high = to_float(from_float<bf16>(high));
+        store_from_float(a.y, m * a.y_stride + strip * 8 + r, a.y_dtype, silu(low) * high);
+      } else {
+        if (n < a.n) store_from_float(a.y, m * a.y_stride + n, a.y_dtype, low);
+        if (n + 8 < a.n) store_from_float(a.y, m * a.y_stride + n + 8, a.y_dtype, high);
+      }
+    }
+  }
+
   // The sum over the strip's warps of row `row` and row m of x; with one row of x, two lanes share it.
   __device__ __forceinline__ float add_slices(int m, int row, const RowTerms& terms) const {
     const int count = a.plan.strip_warps();
@@ -240,20 +260,17 @@ struct Reduction {
     }
   }
 
-  // Rounds of two rows of x, a half of a warp each; unrolled: their latencies overlap.
-  static constexpr int kRounds{C == 1 ? 1 : C / 2};
-
-  // Warp `me` of the strip finishes every strip_warps()th round. `terms`: of row lane % 16.
+  // Warp `me` of the strip finishes every strip_warps()th round of two rows of x, a half of the warp each; the loops
+  // stay rolled, since code that runs once comes from memory. `terms`: of row lane % 16.
   __device__ __forceinline__ void finish(const RowTerms& terms, int me) const {
     const DecodePlan& p = a.plan;
-    const int others = p.strip_warps() - 1;
+    const int rounds = C == 1 ? 1 : (p.m + 1) / 2;
     const int row = lane % kStripRows, m_count = C == 1 ? 1 : p.m;
     const int m_first = C == 1 ? 0 : lane / kStripRows;
     float* const partials = a.partials + static_cast<int64_t>(strip) * m_count * kStripRows + row;
     const int64_t part_step = static_cast<int64_t>(p.strips) * m_count * kStripRows;
-#pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      if (2 * i >= m_count || (i & others) != me) continue;
+#pragma unroll 1
+    for (int i = me; i < rounds; i += p.strip_warps()) {
       const bool wanted = m_first + 2 * i < m_count && (C > 1 || lane < kStripRows);
       const int m = min(m_first + 2 * i, m_count - 1);
       const float value = add_slices(m, row, terms);
@@ -271,9 +288,8 @@ struct Reduction {
     if (lane == 0) ticket = atomicAdd(a.arrivals + strip, 1 << 4 * me) >> 4 * me & 15;
     if (__shfl_sync(kAllLanes, ticket, 0) != p.parts() - 1) return;
     __threadfence();
-#pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      if (2 * i >= m_count || (i & others) != me) continue;
+#pragma unroll 1
+    for (int i = me; i < rounds; i += p.strip_warps()) {
       const bool wanted = m_first + 2 * i < m_count && (C > 1 || lane < kStripRows);
       const int m = min(m_first + 2 * i, m_count - 1);
       float v[kMaxSlices];
@@ -434,6 +450,10 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
         multiply_slice(tile, stage_at(slice + 1) - stage, stage * Fmt::kStageK);
         reduce.scale(tile, rows, slice, value);
         carry_sum(value, waiting, i);
+      }
+      if (p.strip_warps() == 1 && p.parts_log == 0) {
+        reduce.store_values(value);
+        continue;
       }
       if (lap > 0) barrier_wait(empty + in_flight * 8, (lap - 1) & 1);
       reduce.deliver(value, me);
