@@ -158,8 +158,8 @@ def main() -> None:
     torch.set_num_threads(_cpu.threads())
     memory, rows = torch.ones(args.rotate_mb << 18), []
     print(f"{_cpu.threads()} threads; best (median) of {args.rounds} rounds")
-    for (k, n), bits in itertools.product(SHAPES[args.shape], args.bits):
-        for isa in args.isa:
+    for k, n in SHAPES[args.shape]:
+        for bits, isa in itertools.product(args.bits, args.isa):
             _cpu.set_isa(isa)
             rows += measure(args, memory, k, n, bits)
     if args.json:
