@@ -147,14 +147,29 @@ void bind_ops(py::module_& m) {
   bind_attention(m);
   m.def("sample", [](Address logits, Address workspace, Address ids, Address temperature, Address top_k, Address top_p,
                      Address min_p, Address repetition, Address presence, Address frequency, Address seeds,
-                     Address steps, Address bias, Address prompt, Address counts, Address positions, Int logits_stride,
-                     Int rows, int vocab, Address stream, bool programmatic) {
-    sample(
-        {at<float>(logits), at<float>(workspace), at<std::int32_t>(ids), at<float>(temperature),
-         at<std::int32_t>(top_k), at<float>(top_p), at<float>(min_p), at<float>(repetition), at<float>(presence),
-         at<float>(frequency), at<std::uint64_t>(seeds), at<std::int64_t>(steps), at<float>(bias),
-         at<std::uint8_t>(prompt), at<std::int32_t>(counts), at<std::int32_t>(positions), logits_stride, rows, vocab},
-        {at(stream), programmatic});
+                     Address steps, Address bias, Address prompt, Address counts, Address positions, Address host_ids,
+                     Int logits_stride, Int rows, int vocab, Address stream, bool programmatic) {
+    sample({at<float>(logits),
+            at<float>(workspace),
+            at<std::int32_t>(ids),
+            at<float>(temperature),
+            at<std::int32_t>(top_k),
+            at<float>(top_p),
+            at<float>(min_p),
+            at<float>(repetition),
+            at<float>(presence),
+            at<float>(frequency),
+            at<std::uint64_t>(seeds),
+            at<std::int64_t>(steps),
+            at<float>(bias),
+            at<std::uint8_t>(prompt),
+            at<std::int32_t>(counts),
+            at<std::int32_t>(positions),
+            at<std::int32_t>(host_ids),
+            logits_stride,
+            rows,
+            vocab},
+           {at(stream), programmatic});
   });
   m.def("softmax", [](Address x, Address y, Int rows, Int columns, bool logarithm, int form, int dtype, Address stream,
                       bool programmatic) {

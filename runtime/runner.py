@@ -1,7 +1,7 @@
 """Runs a model against its KV cache: chunked prefill, and decode steps captured once per batch and replayed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,7 @@ class _DecodeStep:
     rows: Tensor  # (3, M) int32: ids, positions, slots
     program: Any
     result: Tensor
+    host_ids: Tensor | None = None  # (2, M) int32, pinned: where sampling leaves the ids of the last two steps
 
     def load(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> None:
         self.rows.copy_(torch.tensor((ids, positions, slots), dtype=torch.int32))
@@ -79,6 +80,8 @@ class Runner:
         if slots <= len(self.history):
             return
         c = self.model.config
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # a step in flight still writes into what goes now
         self._steps.clear()
         self.history, self.cache = [[] for _ in range(slots)], None
         size = slots * self.capacity * bytes_per_token(c.layers, c.kv_heads, c.head_dim, self.kv_dtype)
@@ -132,15 +135,18 @@ class Runner:
             rows = self._rows(ids, positions, slots)
             vocab = self.model.config.vocab_size if wide else 0
             own = self._states[key] = SamplingState.greedy(len(ids), self.device, vocab)
-            ids_in, positions_in = rows[0], rows[1]
-            self._steps[key] = self._recorded(
-                rows, lambda: ops.sample(self._logits(rows), own, out=ids_in, positions=positions_in)
-            )
+            next_ids, positions_in = rows[0], rows[1]
+            host_ids = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=True)
+
+            def body() -> Tensor:
+                return ops.sample(self._logits(rows), own, next_ids, positions_in, host_ids)
+
+            self._steps[key] = replace(self._recorded(rows, body), host_ids=host_ids)
         for target, source in zip(self._states[key].tensors(), state.tensors(), strict=True):
             if target is not None and source is not None:
                 target.copy_(source)
         self._steps[key].load(ids, positions, slots)
-        return SampledSteps(self, self._steps[key], list(ids), list(slots))
+        return SampledSteps(self, self._steps[key], list(ids), list(slots), state.steps.tolist())
 
     def kernels_per_step(self, batch: int) -> int:
         """Kernels of the decode step for `batch` sequences that has run."""
@@ -169,13 +175,12 @@ class Runner:
 class SampledSteps:
     """A run of decode steps that sample on the device. `next` keeps one step in flight ahead of the host.
 
-    The host waits once per token: for the copy of a step's tokens, which the following step does not wait for.
+    The host waits once per token: for the end of its step, which wrote the tokens into host memory.
     """
 
-    def __init__(self, runner: Runner, step: _DecodeStep, ids: list[int], slots: list[int]) -> None:
+    def __init__(self, runner: Runner, step: _DecodeStep, ids: list[int], slots: list[int], drawn: list[int]) -> None:
         self._runner, self._step, self._slots = runner, step, slots
-        self._fed = ids
-        self._host = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=True)
+        self._fed, self._drawn = ids, drawn  # ids of the step to come; output tokens of each sequence before it
         self._ready = [torch.cuda.Event(), torch.cuda.Event()]
         self._launched = self._read = 0
 
@@ -183,9 +188,10 @@ class SampledSteps:
         """The tokens of the next step, one per sequence; `last` launches nothing beyond it."""
         while self._launched < self._read + (1 if last else 2) and (self._launched == self._read or self._has_room()):
             self._launch()
-        turn = self._read % 2
-        self._ready[turn].synchronize()
-        tokens: list[int] = self._host[turn].tolist()
+        self._ready[self._read % 2].synchronize()
+        assert self._step.host_ids is not None
+        last_two = self._step.host_ids.tolist()
+        tokens = [last_two[(drawn + self._read) % 2][i] for i, drawn in enumerate(self._drawn)]
         for slot, token in zip(self._slots, self._fed, strict=True):
             self._runner.history[slot].append(token)
         self._fed = tokens
@@ -202,8 +208,6 @@ class SampledSteps:
         return all(len(self._runner.history[slot]) + ahead < self._runner.capacity for slot in self._slots)
 
     def _launch(self) -> None:
-        turn = self._launched % 2
         self._step.program.replay()
-        self._host[turn].copy_(self._step.result, non_blocking=True)
-        self._ready[turn].record()
+        self._ready[self._launched % 2].record()
         self._launched += 1

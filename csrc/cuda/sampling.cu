@@ -334,6 +334,7 @@ __device__ __forceinline__ Owned<kPer> read_row(const SamplingArgs& a, int64_t r
 // `step` and `position` are what the row had, read at the start: a load here would end the kernel later.
 __device__ __forceinline__ void finish(const SamplingArgs& a, int64_t row, int64_t step, int position, int token) {
   a.ids[row] = token;
+  if (a.host_ids != nullptr) a.host_ids[step % 2 * a.rows + row] = token;
   a.steps[row] = step + 1;
   if (a.positions != nullptr) a.positions[row] = position + 1;
   if (a.counts != nullptr && token >= 0) a.counts[row * a.vocab + token] += 1;

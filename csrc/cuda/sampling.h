@@ -25,6 +25,7 @@ struct SamplingArgs {
   const uint8_t* prompt;  // (rows, vocab), 1 where the prompt has the token, or null
   int32_t* counts;        // (rows, vocab), how often the output has the token, incremented; or null
   int32_t* positions;     // incremented; or null
+  int32_t* host_ids;      // (2, rows) in pinned host memory, row steps % 2 gets the ids too; or null
   int64_t logits_stride;
   int64_t rows;
   int vocab;

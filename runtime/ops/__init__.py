@@ -346,7 +346,13 @@ def argmax(x: Tensor) -> Tensor:
     return backend(x.device).argmax(x)
 
 
-def sample(logits: Tensor, state: SamplingState, out: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+def sample(
+    logits: Tensor,
+    state: SamplingState,
+    out: Tensor | None = None,
+    positions: Tensor | None = None,
+    host_ids: Tensor | None = None,
+) -> Tensor:
     """The next token of each row: logits (M, V) fp32 -> ids (M,) int32, -1 where no logit is finite.
 
     Penalties, temperature, top-k, top-p, min-p and the draw are those of `nibblelm.sampler`, to rounding; the
@@ -355,5 +361,7 @@ def sample(logits: Tensor, state: SamplingState, out: Tensor | None = None, posi
 
     out        (M,) int32, contiguous: where the ids go, so that the next step's inputs are written here; returned
     positions  (M,) int32, contiguous: 1 is added to each, in place
+    host_ids   (2, M) int32 in pinned host memory: host_ids[state.steps[m] % 2, m], by the steps before this one, gets
+               the id too, so that a host at most one step behind needs no copy
     """
-    return _kernels(logits.device, "sample").sample(logits, state, out, positions)
+    return _kernels(logits.device, "sample").sample(logits, state, out, positions, host_ids)

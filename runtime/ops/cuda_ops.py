@@ -346,18 +346,22 @@ def argmax(x: Tensor) -> Tensor:
     return y
 
 
-def sample(logits: Tensor, state: SamplingState, out: Tensor | None, positions: Tensor | None) -> Tensor:
+def sample(
+    logits: Tensor, state: SamplingState, out: Tensor | None, positions: Tensor | None, host_ids: Tensor | None
+) -> Tensor:
     m, vocab = logits.shape
     _require(
         logits.dtype == torch.float32 and logits.stride(1) == 1 and state.rows == m and state.vocab_size in {0, vocab}
-        and _vector(out, m, torch.int32) and _vector(positions, m, torch.int32),
-        "sample", f"logits ({state.rows}, {state.vocab_size or 'V'}) fp32, out and positions (M,) int32",
-        logits, out, positions,
+        and _vector(out, m, torch.int32) and _vector(positions, m, torch.int32)
+        and (host_ids is None or (_vector(host_ids.view(-1), 2 * m, torch.int32) and host_ids.is_pinned())),
+        "sample", f"logits ({state.rows}, {state.vocab_size or 'V'}) fp32, out and positions (M,) int32, "
+        "host_ids (2, M) int32, pinned", logits, out, positions, host_ids,
     )  # fmt: skip
     ids = torch.empty(m, dtype=torch.int32, device=logits.device) if out is None else out
     workspace = torch.empty(m, vocab, dtype=torch.float32, device=logits.device)
     kernels.sample(
         logits.data_ptr(), workspace.data_ptr(), ids.data_ptr(),
-        *(_address(t) for t in state.tensors()), _address(positions), logits.stride(0), m, vocab, *launch_args(),
+        *(_address(t) for t in state.tensors()), _address(positions), _address(host_ids), logits.stride(0), m, vocab,
+        *launch_args(),
     )  # fmt: skip
     return ids

@@ -183,7 +183,13 @@ def token_weights(x: Tensor, temperature: float, top_k: int, top_p: float, min_p
     return torch.where(weights >= min_p, weights, 0.0)
 
 
-def sample(logits: Tensor, state: SamplingState, out: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+def sample(
+    logits: Tensor,
+    state: SamplingState,
+    out: Tensor | None = None,
+    positions: Tensor | None = None,
+    host_ids: Tensor | None = None,
+) -> Tensor:
     ids = []
     for row, x in enumerate(penalised(logits, state)):
         filters = (state.temperature, state.top_k, state.top_p, state.min_p)
@@ -198,6 +204,8 @@ def sample(logits: Tensor, state: SamplingState, out: Tensor | None = None, posi
             ids.append(int(torch.searchsorted(sums, u * sums[-1], right=True)))
         if state.counts is not None and ids[-1] >= 0:
             state.counts[row, ids[-1]] += 1
+        if host_ids is not None:
+            host_ids[state.steps[row] % 2, row] = ids[-1]
     state.steps.add_(1)
     if positions is not None:
         positions.add_(1)

@@ -106,11 +106,17 @@ def test_hard_rows(vocab: int, top_k: int, top_p: float) -> None:
 def test_the_next_step_s_inputs_are_written() -> None:
     logits = torch.randn(5, 4099, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     rows = torch.tensor([[9] * 5, [1, 7, 0, 100, 3]], dtype=torch.int32, device=DEVICE)
+    host = torch.full((2, 5), -9, dtype=torch.int32, pin_memory=True)
     for fields in ({"temperature": 0.0}, {"temperature": 1.0, "top_p": 0.9}):
-        want = ops.sample(logits, state_of(5, 0, DEVICE, fields)).tolist()
+        want_state, state = (state_of(5, 0, DEVICE, fields) for _ in range(2))
+        for s in (want_state, state):
+            s.steps.copy_(torch.tensor([0, 1, 5, 6, 7]))
+        want = [ops.sample(logits, want_state).tolist() for _ in range(2)]
         ids, before = rows[0], rows[1].tolist()
-        assert ops.sample(logits, state_of(5, 0, DEVICE, fields), out=ids, positions=rows[1]) is ids
-        assert rows.tolist() == [want, [p + 1 for p in before]]
+        for done in range(2):
+            assert ops.sample(logits, state, out=ids, positions=rows[1], host_ids=host) is ids
+            assert rows.tolist() == [want[done], [p + 1 + done for p in before]]
+            assert [host[(s + done) % 2, i].item() for i, s in enumerate([0, 1, 5, 6, 7])] == want[done]
     with pytest.raises(ValueError, match="out and positions"):
         ops.sample(logits, state_of(5, 0, DEVICE, {}), out=rows[0, :4])
 
