@@ -85,8 +85,9 @@ struct Tile {
   static constexpr int kColumns{kDigits || C == 1 ? 1 : 2};          // rows of x of a thread in a tile
   // With one row of x all four lanes of a quad have its sums: each scales one of four groups.
   static constexpr bool kFours{Grouped && kDigits && C == 1};
-  // int4: low nibbles, and high ones times 16, which saves their shift; where every group takes its own sums, not.
-  static constexpr int kSets{F == WeightFormat::int4 && (!Grouped || kFours) ? 2 : 1};
+  // int4: low nibbles, and high ones times 16, which saves their shift: not where every group takes its own sums, nor
+  // where the registers are better spent on planes read ahead.
+  static constexpr int kSets{F == WeightFormat::int4 && (!Grouped || kFours) && C <= 4 ? 2 : 1};
   static constexpr int kTimes{kFours && kSets == 2 ? 16 : 1};  // what `sum` is too large by
   typename Format<F>::Accumulator acc[kSets][kTiles][kPlanes][4]{};
   float sum[Grouped ? kTiles : 1][2][kColumns]{};  // [tile][row half][column]
