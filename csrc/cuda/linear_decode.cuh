@@ -357,7 +357,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
     const int slice_groups = own_stages * kStepK >> a.group_shift;
     next.left = slice_groups - lane % 4;
     const int64_t record = static_cast<int64_t>(first_strip) * a.groups + (begin * kStepK >> a.group_shift) + lane % 4;
-    next.at = a.records + record * a.record_bytes;
+    next.at = static_cast<uint32_t>(record * (a.record_bytes / 8));
     if (first_strip < a.strips) next.load(a, lane / 4);
   }
 
@@ -433,11 +433,11 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
             next.terms(a, lane / 4, terms);
             tile.add_groups(a, terms, group.sums, lane);
             group.sums += 4;
-            next.at += 4 * a.record_bytes, next.left -= 4;
+            next.at += a.record_bytes / 2, next.left -= 4;
             if (last) {  // back to the slice's start, in the next strip
               const int groups = own_stages * kStepK >> a.group_shift, fours = (groups + 3) / 4 * 4;
               next.left = strip + strip_step < a.strips ? groups - lane % 4 : 0;
-              next.at += (strip_step * a.groups - fours) * a.record_bytes;
+              next.at += (strip_step * a.groups - fours) * (a.record_bytes / 8);
             }
             next.load(a, lane / 4);
           }

@@ -189,27 +189,28 @@ struct Tile {
 // With one row of x, the record of this lane's group of the next four, asked for when the ones before it are added.
 template <WeightFormat F>
 struct NextRecord {
-  const uint8_t* at;
-  int left;  // groups of the slice from this lane's on
+  uint32_t at;  // in 8 bytes
+  int left;     // groups of the slice from this lane's on
   uint32_t scales{0};
   int zeros{0};
 
   __device__ __forceinline__ void load(const DecodeArgs& a, int r) {
     if (left <= 0 || a.scale_dtype == DType::f32) return;  // fp32 is rare: read when needed
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(scales) : "l"(at + 4 * r));
+    const uint8_t* const record = a.records + static_cast<uint64_t>(at) * 8;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(scales) : "l"(record + 4 * r));
     if (!a.has_zero) return;
     if constexpr (F == WeightFormat::int4) {
-      asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(zeros) : "l"(at + 32 + r));
+      asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(zeros) : "l"(record + 32 + r));
     } else {
       asm volatile("{\n.reg .u16 v;\nld.global.nc.u16 v, [%1];\ncvt.u32.u16 %0, v;\n}"
                    : "=r"(zeros)
-                   : "l"(at + 32 + 2 * r));
+                   : "l"(record + 32 + 2 * r));
     }
   }
 
   __device__ __forceinline__ void terms(const DecodeArgs& a, int r, RowTerms (&rows)[2]) const {
     if (a.scale_dtype == DType::f32 || a.has_minimum) {
-      if (left > 0) read_record<F>(a, at, r, rows);
+      if (left > 0) read_record<F>(a, a.records + static_cast<uint64_t>(at) * 8, r, rows);
       return;
     }
     constexpr int kBits{F == WeightFormat::int4 ? 4 : 8};
