@@ -231,13 +231,13 @@ constexpr int kGroupWords{D == 2 ? 1 : D};
 
 // ---- preparation -----------------------------------------------------------------------------------------------
 //
-// A block prepares whole rows, since RMSNorm needs all of a row; `subs` warps share a slice and take rounds of 256
-// columns in turn. Latency is all that counts here, so every phase goes over all rows before the block waits, and loops
-// stay rolled: this code runs once a launch, and instructions that are not in the cache cost more than the work.
+// A block prepares a whole row, since RMSNorm needs all of it; `subs` warps share a slice and take rounds of 256
+// columns in turn. Latency is all that counts here, and loops stay rolled: this code runs once a launch, when
+// instructions that are not in the cache cost more than the work.
 
 constexpr int kRound{8 * kWarp};  // columns of a warp at a time
 
-// Sums on their way, per row.
+// Sums of a row on their way.
 template <int D>
 struct RowScratch {
   float steps[kMaxNormColumns / kStepK];  // of squares
@@ -401,69 +401,47 @@ __device__ __forceinline__ void emit_row(const DecodeArgs& a, const WarpShare& s
   }
 }
 
-// Rows [first_row, end_row) of slices [first_slice, first_slice + (1 << log)) by the whole block. target_of(row) is
-// where the planes go; image_of(slice) the image that holds the slice. The block synchronizes before it uses the
-// result.
-template <WeightFormat F, bool Grouped, int D, int C, bool Aligned, class TargetOf, class ImageOf>
-__device__ __forceinline__ void prepare_rows(const DecodeArgs& a, int first_row, int end_row, int first_slice, int log,
-                                             RowScratch<D>* scratch, TargetOf target_of, ImageOf image_of) {
-  constexpr bool kFloat{kFloatActivations<F, D>}, kScaled{Format<F>::kScaled};
+// Slices [first_slice, first_slice + (1 << log)) of one row by the whole block. `to`: where the planes of this warp's
+// slice go; `image`: the image that holds them. The block synchronizes before it uses the result.
+template <WeightFormat F, bool Grouped, int D, int C, bool Aligned>
+__device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const WarpShare& share,
+                                            RowScratch<D>& scratch, const RowTarget& to, uint8_t* image) {
+  constexpr bool kFloat{kFloatActivations<F, D>}, kScaled{Format<F>::kScaled}, kSummed{Format<F>::kInteger && !Grouped};
   const DecodePlan& p = a.plan;
-  const WarpShare share(a, first_slice, log);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const bool keep = a.h != nullptr && static_cast<int>(blockIdx.x) == first_row;
-  const auto put_largest = [&](RowScratch<D>& here, uint32_t largest) {
+  const auto put_largest = [&](uint32_t largest) {
     largest = __reduce_max_sync(kAllLanes, largest);
-    if (lane == 0) here.largest[warp] = largest;
+    if (lane == 0) scratch.largest[warp] = largest;
   };
-#pragma unroll 1
-  for (int row = first_row; row < end_row; ++row) {
-    RowScratch<D>& here = scratch[row - first_row];
-    if (threadIdx.x < kMaxSlices * D) here.sums[threadIdx.x] = 0;
-    if constexpr (!kFloat) {
-      const uint32_t largest = stage_row<Aligned>(a, share, row, target_of(row).stage, here.steps, keep);
-      if (kScaled && a.gain == nullptr) put_largest(here, largest);
-    } else if constexpr (kScaled) {
-      uint32_t largest{0};
+  if (kSummed && threadIdx.x < kMaxSlices * D) scratch.sums[threadIdx.x] = 0;
+  uint32_t largest{0};
+  if constexpr (!kFloat) {
+    const bool keep = a.h != nullptr && static_cast<int>(blockIdx.x) == row;
+    largest = stage_row<Aligned>(a, share, row, to.stage, scratch.steps, keep);
+    if (a.gain != nullptr) {
+      __syncthreads();
+      largest = norm_staged(a, share, to.stage, scratch.steps);
+    }
+  } else if constexpr (kScaled) {
 #pragma unroll 2
-      for (int k = share.begin(); k < share.last; k += share.step()) {
-        largest = max(largest, load_chunk<true, Aligned>(a, row, k, share.last).largest());
-      }
-      put_largest(here, largest);
+    for (int k = share.begin(); k < share.last; k += share.step()) {
+      largest = max(largest, load_chunk<true, Aligned>(a, row, k, share.last).largest());
     }
   }
-  __syncthreads();
-  if (!kFloat && a.gain != nullptr) {
-#pragma unroll 1
-    for (int row = first_row; row < end_row; ++row) {
-      RowScratch<D>& here = scratch[row - first_row];
-      put_largest(here, norm_staged(a, share, target_of(row).stage, here.steps));
-    }
+  float inverse{1.0f}, scale{1.0f};
+  if constexpr (kScaled) {
+    put_largest(largest);
     __syncthreads();
+    largest = scratch.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
+    inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
   const int in_part = share.slice & (p.block_slices() - 1);
-  uint8_t* const image = image_of(share.slice);
-#pragma unroll 1
-  for (int row = first_row; row < end_row; ++row) {
-    RowScratch<D>& here = scratch[row - first_row];
-    float inverse{1.0f}, scale{1.0f};
-    if constexpr (kScaled) {
-      uint32_t largest = here.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
-      inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
-    }
-    if (share.sub == 0 && lane == 0) reinterpret_cast<float*>(image + p.scales_at)[in_part * C + row] = scale;
-    emit_row<F, Grouped, D, C, Aligned>(a, share, row, target_of(row), inverse,
-                                        reinterpret_cast<int*>(image + p.sums_at), here.sums);
-  }
-  if constexpr (Format<F>::kInteger && !Grouped) {
+  int* const sums = reinterpret_cast<int*>(image + p.sums_at);
+  if (share.sub == 0 && lane == 0) reinterpret_cast<float*>(image + p.scales_at)[in_part * C + row] = scale;
+  emit_row<F, Grouped, D, C, Aligned>(a, share, row, to, inverse, sums, scratch.sums);
+  if constexpr (kSummed) {
     __syncthreads();
-    if (share.sub == 0 && lane < D) {
-#pragma unroll 1
-      for (int row = first_row; row < end_row; ++row) {
-        int* const sums = reinterpret_cast<int*>(image + p.sums_at);
-        sums[(in_part * D + lane) * C + row] = scratch[row - first_row].sums[share.slice * D + lane];
-      }
-    }
+    if (share.sub == 0 && lane < D) sums[(in_part * D + lane) * C + row] = scratch.sums[share.slice * D + lane];
   }
 }
 
@@ -478,34 +456,28 @@ __global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __g
   const int row = blockIdx.x;
   const WarpShare share(a, 0, p.slices_log);
   const int part = share.slice >> p.block_log;
-  const auto target_of = [&](int) {
-    return RowTarget{a.images + part * p.image_bytes + p.planes_at + row * p.plane_pitch, stage,
+  uint8_t* const image = a.images + part * p.image_bytes;
+  const RowTarget to{image + p.planes_at + row * p.plane_pitch, stage,
                      slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK};
-  };
-  const auto image_of = [&](int slice) { return a.images + (slice >> p.block_log) * p.image_bytes; };
-  const auto prepare = [&]<bool Aligned>() {
-    prepare_rows<F, Grouped, D, C, Aligned>(a, row, row + 1, 0, p.slices_log, &scratch, target_of, image_of);
-  };
-  a.x_aligned ? prepare.template operator()<true>() : prepare.template operator()<false>();
+  a.x_aligned ? prepare_row<F, Grouped, D, C, true>(a, row, share, scratch, to, image)
+              : prepare_row<F, Grouped, D, C, false>(a, row, share, scratch, to, image);
 }
 
-// The block's image, into shared memory; `scratch` there holds a RowScratch for every row of x.
+// The block's image, into shared memory; `scratch` there holds a RowScratch.
 template <WeightFormat F, bool Grouped, int D, int C>
 __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, void* scratch, int part) {
   const DecodePlan& p = a.plan;
-  if (a.images != nullptr) {
+  if (C == 1 && a.images == nullptr) {
+    const int first_column = slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK;
+    uint8_t* const planes = image + p.planes_at;
+    const RowTarget to{planes, planes - 2 * first_column, first_column};
+    const WarpShare share(a, part << p.block_log, p.block_log);
+    prepare_row<F, Grouped, D, 1, true>(a, 0, share, *static_cast<RowScratch<D>*>(scratch), to, image);
+  } else {
     const uint4* const from = reinterpret_cast<const uint4*>(a.images + part * p.image_bytes);
 #pragma unroll 4
     for (int i = threadIdx.x; i < p.image_bytes / 16; i += kDecodeThreads) reinterpret_cast<uint4*>(image)[i] = from[i];
-    return;
   }
-  const int first_column = slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK;
-  const auto target_of = [&](int row) {
-    uint8_t* const planes = image + p.planes_at + row * p.plane_pitch;
-    return RowTarget{planes, planes - 2 * first_column, first_column};
-  };
-  prepare_rows<F, Grouped, D, C, true>(a, 0, p.m, part << p.block_log, p.block_log,
-                                       static_cast<RowScratch<D>*>(scratch), target_of, [&](int) { return image; });
 }
 
 }  // namespace nibblelm::cuda

@@ -24,7 +24,7 @@ constexpr int ring_bytes(WeightFormat format, int columns, bool small_shared) {
   if (columns == 16 || small_shared) return 4096;
   return format != WeightFormat::int4 ? 8192 : columns == 4 ? 4096 : 6144;
 }
-constexpr int kPreparedElements{32768};  // activations of a block from which one kernel prepares them for all blocks
+constexpr int kPreparedElements{32768};  // columns of one row from which one kernel prepares it for all blocks
 constexpr int kMaxNormColumns{16384};    // of a row that is normed on its way in
 
 // Bytes of weights per warp that one wait and one refill handle: a step of codes, or 128 bytes of 16 rows.
@@ -119,7 +119,7 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.sums_at = m * p.plane_pitch;
   p.scales_at = p.sums_at + sums * planes * columns * 4;
   p.image_bytes = (p.scales_at + p.block_slices() * columns * 4 + 15) / 16 * 16;
-  p.prepared = steps * kStepK * m >= kPreparedElements;
+  p.prepared = m > 1 || steps * kStepK >= kPreparedElements;
 
   const bool beside = grouped && !(columns == 1 && digits);  // else every lane reads the record it needs
   p.record_slot = beside ? kStepK / w.group_size * w.record_bytes() : 0;
