@@ -53,12 +53,13 @@ __device__ __forceinline__ void carry_sum(float (&value)[N], float (&waiting)[3]
   }
 }
 
-// The warp's place in its stream of stages, kStages ahead of what it computes.
+// The warp's place in its stream of stages, a ring of kMost or kFew stages ahead of what it computes.
 template <WeightFormat F, bool Grouped, int C>
 struct Stream {
   using Fmt = Format<F>;
-  static constexpr int kRingBytes{ring_bytes(F, C, small_shared_memory(kArchitecture))};
-  static constexpr int kStages{kRingBytes / Fmt::kStageBytes};
+  static constexpr bool kSmall{small_shared_memory(kArchitecture)};
+  static constexpr int kMost{ring_bytes(F, C, kSmall) / Fmt::kStageBytes};
+  static constexpr int kFew{short_ring_bytes(F, C, kSmall) / Fmt::kStageBytes};
   const DecodeArgs& a;
   int lane, first_stage, slice_stages, strip, strip_step;
   int stages_left, strip_jump;  // from the end of this slice in one strip to its start in the next
@@ -325,7 +326,6 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
   using Reduce = Reduction<F, Grouped, D, C>;
   constexpr bool kBeside{Grouped && !Tiles::kFours};  // records beside the stages
   using Ring = Stream<F, kBeside, C>;
-  constexpr int kStages{Ring::kStages};
   extern __shared__ __align__(16) uint8_t shared[];
   const DecodePlan& p = a.plan;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -339,10 +339,10 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
   const int slice_k = (begin - step_at(0)) * kStepK;  // in the image
   const int first_strip = (blockIdx.x >> p.parts_log) + sub * part_blocks, strip_step = part_blocks * p.block_strips;
 
-  const int record_ring_at = keep(p.records_at + warp * kStages * p.record_slot);
+  const int record_ring_at = keep(p.records_at + warp * p.ring_stages * p.record_slot);
   // In a stage of a full format, odd rows swap their halves: the 8 lanes that read two rows together meet all banks.
   const int lane_at = Fmt::kInteger ? lane * 16 : lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
-  const int ring_at = keep(warp * Ring::kRingBytes + (Fmt::kInteger ? lane_at : 0));
+  const int ring_at = keep(warp * p.ring_stages * Fmt::kStageBytes + (Fmt::kInteger ? lane_at : 0));
   const int own_stages = keep(stage_at(first_slice + own) - begin * kStepStages);
   Ring stream{a, lane, begin * kStepStages, own_stages, first_strip, keep(strip_step)};
   const auto refill = [&](int slot) {
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
   };
   stream.start();
 #pragma unroll 1
-  for (int i = 0; i < kStages; ++i) refill(i);  // weights: the step does not change them
+  for (int i = 0; i < p.ring_stages; ++i) refill(i);  // weights: the step does not change them
   NextRecord<F> next{};
   if constexpr (Tiles::kFours) {
     const int slice_groups = own_stages * kStepK >> a.group_shift;
@@ -372,10 +372,10 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
     for (int k = threadIdx.x * 32; k < a.k; k += kDecodeThreads * 32) prefetch_l2(a.gain + k);
   }
 
-  if (a.images != nullptr) stream.prefetch();
+  // Before a block prepares its own row the weights would only be in the way of its activations.
+  if (C > 1) stream.prefetch();
   dependency_wait();
   dependency_release();
-  if (a.images == nullptr) stream.prefetch();
   uint8_t* const image = shared + p.image_at;
   prepare_image<F, Grouped, D, C>(a, image, shared + p.red_at, part);
   __syncthreads();
@@ -416,7 +416,11 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
     const auto multiply_slice = [&](Tiles& tile, int stages, int k) {
 #pragma unroll 1
       for (int stage = 0; stage < stages; ++stage) {
-        copy_async_wait<kStages - 1>();
+        if (Ring::kFew == Ring::kMost || p.ring_stages == Ring::kMost) {
+          copy_async_wait<Ring::kMost - 1>();
+        } else {
+          copy_async_wait<Ring::kFew - 1>();
+        }
         if constexpr (kBeside || !Fmt::kInteger) __syncwarp();  // other lanes copied part of what this one reads
         if constexpr (kBeside) group.record = shared + record_ring_at + slot * p.record_slot;
         multiply_stage<F, Grouped, D, C>(a, tile, shared + ring_at + slot * Fmt::kStageBytes, here, group, group_mask,
@@ -425,7 +429,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
         for (int t = 0; t < Tiles::kTiles; ++t) here.row[t] += Fmt::kStageK / 8 * kChunk;
         if constexpr (kBeside || !Fmt::kInteger) __syncwarp();  // all have read the slot
         refill(slot);
-        slot = slot == kStages - 1 ? 0 : slot + 1;
+        slot = slot == p.ring_stages - 1 ? 0 : slot + 1;
         if constexpr (Tiles::kFours) {
           const bool last = stage == stages - 1;
           if (last || tile.groups == 4) {
