@@ -24,6 +24,10 @@ constexpr int ring_bytes(WeightFormat format, int columns, bool small_shared) {
   if (columns == 16 || small_shared) return 4096;
   return format != WeightFormat::int4 ? 8192 : columns == 4 ? 4096 : 6144;
 }
+// Where a long row of x leaves a shorter ring as the only way to have the next kernel's block beside this one's.
+constexpr int short_ring_bytes(WeightFormat format, int columns, bool small_shared) {
+  return columns == 1 && format == WeightFormat::int4 ? 4096 : ring_bytes(format, columns, small_shared);
+}
 constexpr int kPreparedElements{32768};  // columns of one row from which one kernel prepares it for all blocks
 constexpr int kMaxNormColumns{16384};    // of a row that is normed on its way in
 
@@ -73,6 +77,7 @@ struct DecodePlan {
   int strips;
   int depth;  // strips whose sums may wait for their reduction, a power of two
   int depth_log;
+  int ring_stages;                                              // of a warp
   bool prepared;                                                // the planes come from linear_planes_kernel
   int plane_pitch;                                              // bytes between rows of the planes
   int planes_at, sums_at, scales_at;                            // in the image of a part
@@ -94,7 +99,7 @@ struct DecodePlan {
 
 // The shared memory of one choice of (m, block_slices); the offsets are where the kernel finds its parts.
 inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int slices_log, int block_log, int own_log,
-                                int depth, bool small_shared) {
+                                int depth, int ring) {
   DecodePlan p{};
   p.m = m;
   p.slices_log = slices_log;
@@ -123,9 +128,9 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
 
   const bool beside = grouped && !(columns == 1 && digits);  // else every lane reads the record it needs
   p.record_slot = beside ? kStepK / w.group_size * w.record_bytes() : 0;
-  const int ring = ring_bytes(w.format, columns, small_shared);
+  p.ring_stages = ring / stage_bytes(w.format);
   p.records_at = kDecodeWarps * ring;
-  p.image_at = p.records_at + kDecodeWarps * (ring / stage_bytes(w.format)) * p.record_slot;
+  p.image_at = p.records_at + kDecodeWarps * p.ring_stages * p.record_slot;
   p.red_at = p.image_at + p.image_bytes;
   const int words = w.integer() && !grouped && m == 1 ? planes : 1;  // raw sums of every digit, or one float
   p.barriers_at = p.red_at + kDecodeWarps * depth * m * kStripRows * words * 4;
@@ -142,10 +147,12 @@ constexpr int decode_own_log(int m, int block_log, int strips) {
 }
 
 // Takes as many slices into one block as shared memory holds (no sum across blocks when it holds all), and fewer rows
-// only where even one slice does not fit. `architecture`: what the kernels are compiled for, as 80 or 90.
+// only where even one slice does not fit. `shared_limit`: bytes of a block, `beside`: of two blocks a multiprocessor;
+// `architecture`: what the kernels are compiled for, as 80 or 90.
 inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, bool aligned, int multiprocessors,
-                              int shared_limit, int architecture) {
+                              int shared_limit, int beside, int architecture) {
   const int planes = decode_planes(w.format, x_dtype);
+  const bool small = small_shared_memory(architecture);
   const int slices_log = decode_slices_log(w.steps());
   for (int rows = m; rows >= 1; rows = rows > 1 ? (rows + 1) / 2 : 0) {
     for (int block_log = slices_log; block_log >= 0; --block_log) {
@@ -153,8 +160,15 @@ inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, bool 
       const int block_strips = (w.strips() + most_blocks - 1) / most_blocks;
       const int own_log = decode_own_log(rows, block_log, block_strips);
       for (int depth = rows == 1 ? 4 : 2; depth >= 1; depth /= 2) {
-        DecodePlan p =
-            decode_layout(w, planes, rows, slices_log, block_log, own_log, depth, small_shared_memory(architecture));
+        const int columns = decode_columns(rows, digit_columns(w.integer(), planes));
+        const auto layout = [&](int ring) {
+          return decode_layout(w, planes, rows, slices_log, block_log, own_log, depth, ring);
+        };
+        DecodePlan p = layout(ring_bytes(w.format, columns, small));
+        if (p.shared_bytes > beside) {
+          const DecodePlan shorter = layout(short_ring_bytes(w.format, columns, small));
+          if (shorter.shared_bytes <= beside || p.shared_bytes > shared_limit) p = shorter;
+        }
         if (p.shared_bytes > shared_limit) continue;
         // Only that kernel reads x element by element, or sees a whole row where blocks do not.
         p.prepared = p.prepared || !aligned || p.parts_log > 0;
