@@ -93,18 +93,6 @@ struct Stream {
     }
   }
 
-  // Asks L2 for the stages behind the ring, a line a lane: memory would be idle while activations are waited for and
-  // prepared.
-  __device__ __forceinline__ void prefetch() const {
-    if constexpr (Fmt::kInteger) {
-      constexpr int kLanes{Fmt::kStageBytes / 128};
-      const int ahead = slice_stages - stages_left + lane / kLanes, jumps = ahead / slice_stages;
-      if (strip + jumps * strip_step >= a.strips) return;
-      const uint32_t at = source - lane + lane / kLanes * (Fmt::kStageBytes / 16) + jumps * strip_jump;
-      prefetch_l2(a.data + static_cast<uint64_t>(at) * 16 + lane % kLanes * 128);
-    }
-  }
-
   // `to`, `record_to`: shared addresses of this lane's first bytes and of the records in the slot.
   __device__ __forceinline__ void issue(uint32_t to, uint32_t record_to) {
     if (strip < a.strips) {
@@ -373,12 +361,18 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
   }
 
   // Before a block prepares its own row the weights would only be in the way of its activations.
-  if (C > 1) stream.prefetch();
-  dependency_wait();
-  dependency_release();
   uint8_t* const image = shared + p.image_at;
-  prepare_image<F, Grouped, D, C>(a, image, shared + p.red_at, part);
-  __syncthreads();
+  // A rehearsal, on weights for activations: while the kernel ahead runs, it brings the code to the instruction cache.
+  constexpr bool kRehearse{true};
+#pragma unroll 1
+  for (int take = kRehearse && C == 1 && a.images == nullptr ? 0 : 1; take < 2; ++take) {
+    if (take == 1) {
+      dependency_wait();
+      dependency_release();
+    }
+    prepare_image<F, Grouped, D, C>(a, image, shared + p.red_at, part, take == 1);
+    __syncthreads();
+  }
 
   constexpr int kChunk{8 * D * Fmt::kPlaneBytes};
   PlaneAt<Tiles::kTiles> planes{shared, {}};
