@@ -43,18 +43,27 @@ struct Plan {
 
 // ---- tiles ----
 
+template <int D>
+constexpr int kWarpsOf{D == 256 ? 2 : 4};
+
+// Bytes of a block's tiles; they change the time, never the result. Measured on the H200.
+constexpr int kManyBlocks{64 << 10};  // batches: three blocks a multiprocessor
+constexpr int kBeside{96 << 10};  // one row: the next kernel's block (107 KB) fits beside; cards of 99 KB take it too
+constexpr int kLongRows{192 << 10};  // long rows, whose reads alone fill the device
+constexpr int kLongCapacity{16384};
+
 // A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
 // place is exclusive-ored with the row, so that neither copies nor ldmatrix meet bank conflicts, and a copy takes whole
 // 128-byte lines.
-template <int D>
+template <int D, int kBytes>
 struct Ring {
-  static constexpr int kWarps{D == 256 ? 2 : 4};
+  static constexpr int kWarps{kWarpsOf<D>};
   static constexpr int kThreads{kWarps * kWarp};
-  static constexpr int kBytes{96 << 10};  // the next kernel's block (107 KB) fits beside; cards of 99 KB take it too
   static constexpr int kWarpBytes{kBytes / kWarps};
   static constexpr int kTileBytes{kTile * D * 2};
   static constexpr int kStages{kWarpBytes / (2 * kTileBytes)};
   static constexpr int kChunks{D / 8}, kRowsAtOnce{kWarp / kChunks};
+  static constexpr bool kAhead{kBytes == kLongRows};  // stages enough to multiply the next tile's keys early
 
   uint32_t base;  // of the warp's stage 0
   const bf16* k;  // this lane's chunk of position 0
@@ -105,15 +114,17 @@ struct Ring {
 // Online softmax of a warp's positions for heads 2j and 2j + 1 of the group (lane = 4 g + j); o[c] holds d = 16 c + g
 // of both heads and then d = 16 c + g + 8. Its arithmetic leaves nothing to the compiler's contraction, so that the
 // kernels with and without rotation have the same bits.
-template <int D>
+template <int D, int kBytes>
 struct Accumulator {
+  using R = Ring<D, kBytes>;
   float o[D / 16][4] = {};
   float m[2]{-INFINITY, -INFINITY};
   float l[2]{0.0f, 0.0f};  // over this lane's positions only, until the end
 
-  __device__ __forceinline__ static void dots(float (&s)[4], const Ring<D>& ring, int stage,
-                                              const uint32_t (&q)[D / 16][2]) {
+  __device__ __forceinline__ static void dots(float (&s)[4], const R& ring, int stage, const uint32_t (&q)[D / 16][2]) {
     float odd[4]{};  // a second chain of products halves the wait for results
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[i] = 0.0f;
 #pragma unroll
     for (int c = 0; c < D / 16; ++c) {
       uint32_t k[4];
@@ -158,7 +169,7 @@ struct Accumulator {
     p1 = transpose_8x8(pack2<bf16>(s[2], s[3]));
   }
 
-  __device__ __forceinline__ void add(const Ring<D>& ring, int stage, uint32_t p0, uint32_t p1) {
+  __device__ __forceinline__ void add(const R& ring, int stage, uint32_t p0, uint32_t p1) {
 #pragma unroll
     for (int c = 0; c < D / 16; ++c) {
       uint32_t v[4];
@@ -189,15 +200,28 @@ struct Prepared {
 template <>
 struct Prepared<0> {};
 
-// The heads of the projection that a warp prepares, d = lane + 32 i: first the block's query heads, then key and value.
+// What a warp reads of the projection, d = lane + 32 i: its query heads (`warp`, `warp` + kWarps ...), the new key and
+// value, and the angles. All of it is under way at once, and keys are turned by every warp rather than after the heads.
 template <int D>
 struct RawHeads {
-  static constexpr int kWarps{Ring<D>::kWarps};
+  static constexpr int kWarps{kWarpsOf<D>};
   static constexpr int kValues{D / kWarp};
-  static constexpr int kItems{(kHeads + 2 + kWarps - 1) / kWarps};
-  bf16 x[kItems][kValues];
+  static constexpr int kRounds{kHeads / kWarps};
+  bf16 q[kRounds][kValues], key[kValues], value[kValues];
   float cos[kValues / 2], sin[kValues / 2];
 
+  __device__ __forceinline__ void read(const AttentionArgs& a, int64_t row, int first_head, int heads, int kv_head) {
+    const int warp = threadIdx.x / kWarp;
+    const bf16* const qkv = static_cast<const bf16*>(a.q) + row * a.q_stride + threadIdx.x % kWarp;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      key[i] = qkv[(a.heads + kv_head) * D + kWarp * i];
+      value[i] = qkv[(a.heads + a.kv_heads + kv_head) * D + kWarp * i];
+#pragma unroll
+      for (int n = 0; n < kRounds; ++n)
+        if (warp + n * kWarps < heads) q[n][i] = qkv[(first_head + warp + n * kWarps) * D + kWarp * i];
+    }
+  }
   __device__ __forceinline__ void read_angles(const HeadArgs& a, int position) {
 #pragma unroll
     for (int i = 0; i < kValues / 2; ++i) {
@@ -206,56 +230,49 @@ struct RawHeads {
       sin[i] = a.sin[entry];
     }
   }
-  __device__ __forceinline__ void read(const AttentionArgs& a, int64_t row, int first_head, int heads, int kv_head) {
-    const bf16* const qkv = static_cast<const bf16*>(a.q) + row * a.q_stride + threadIdx.x % kWarp;
+
+  __device__ __forceinline__ void turn(bf16 (&x)[kValues], const float* gain, const HeadArgs& a) const {
+    float v[kValues];
 #pragma unroll
-    for (int n = 0; n < kItems; ++n) {
-      const int item = threadIdx.x / kWarp + n * kWarps;
-      const int head = item < heads ? first_head + item : a.heads + kv_head + (item - heads) * a.kv_heads;
-      if (item >= heads + 2) break;
+    for (int i = 0; i < kValues; ++i) v[i] = to_float(x[i]);
+    if (gain != nullptr) {
+      float squares{0.0f};
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) x[n][i] = qkv[head * D + kWarp * i];
+      for (int i = 0; i < kValues; ++i) squares = __fmaf_rn(v[i], v[i], squares);
+      const float factor = head_norm_factor(squares, D, a.eps);
+#pragma unroll
+      for (int i = 0; i < kValues; ++i)
+        v[i] = head_normed<bf16>(v[i], factor, gain[threadIdx.x % kWarp + kWarp * i], a.plus_one);
+    }
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i) {
+      const float2 rotated = rotate(v[i], v[i + kValues / 2], cos[i], sin[i]);
+      x[i] = from_float<bf16>(rotated.x);
+      x[i + kValues / 2] = from_float<bf16>(rotated.y);
     }
   }
 
-  // `target` is the place in the cache of the new key (of the value: `target_value`), null where it is not this
-  // block's.
-  __device__ __forceinline__ void prepare(Prepared<D>& to, const HeadArgs& a, int heads, bool newest, bf16* target,
-                                          bf16* target_value) const {
-    const int lane = threadIdx.x % kWarp;
+  // `new_key`, `new_value`: places in the cache, null where they are not this block's.
+  __device__ __forceinline__ void prepare(Prepared<D>& to, const HeadArgs& a, int heads, bf16* new_key,
+                                          bf16* new_value) {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    turn(q[0], a.q_norm, a);
+    turn(key, a.k_norm, a);
 #pragma unroll
-    for (int n = 0; n < kItems; ++n) {
-      const int item = threadIdx.x / kWarp + n * kWarps;
-      if (item >= heads + (newest ? 2 : 0)) break;
-      const bool is_q = item < heads, is_v = item == heads + 1;
-      float values[kValues];
+    for (int i = 0; i < kValues; ++i) {
+      const int d = lane + kWarp * i;
+      to.q[warp][d] = q[0][i];
+      if (warp == 0) to.key_value[0][d] = key[i];
+      if (warp == 1) to.key_value[1][d] = value[i];
+      if (warp == 2 && new_key != nullptr) new_key[d] = key[i];
+      if (warp == 3 && new_value != nullptr) new_value[d] = value[i];
+    }
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) values[i] = to_float(x[n][i]);
-      if (!is_v) {
-        if (const float* const gain = is_q ? a.q_norm : a.k_norm; gain != nullptr) {
-          float squares{0.0f};
+    for (int n = 1; n < kRounds; ++n) {
+      if (warp + n * kWarps >= heads) break;
+      turn(q[n], a.q_norm, a);
 #pragma unroll
-          for (int i = 0; i < kValues; ++i) squares = __fmaf_rn(values[i], values[i], squares);
-          const float factor = head_norm_factor(squares, D, a.eps);
-#pragma unroll
-          for (int i = 0; i < kValues; ++i)
-            values[i] = head_normed<bf16>(values[i], factor, gain[lane + kWarp * i], a.plus_one);
-        }
-#pragma unroll
-        for (int i = 0; i < kValues / 2; ++i) {
-          const float2 rotated = rotate(values[i], values[i + kValues / 2], cos[i], sin[i]);
-          values[i] = rotated.x;
-          values[i + kValues / 2] = rotated.y;
-        }
-      }
-      bf16* const shared = is_q ? to.q[item] : to.key_value[is_v];
-      bf16* const cache = is_q ? nullptr : is_v ? target_value : target;
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        const bf16 rounded = from_float<bf16>(values[i]);
-        shared[lane + kWarp * i] = rounded;
-        if (cache != nullptr) cache[lane + kWarp * i] = rounded;
-      }
+      for (int i = 0; i < kValues; ++i) to.q[warp + n * kWarps][lane + kWarp * i] = q[n][i];
     }
   }
 };
@@ -283,13 +300,13 @@ struct Share {
 // Asks L2 for the tiles of a short row; those of a long one would be gone from L2 before their turn.
 template <int D>
 __device__ __forceinline__ void prefetch_tiles(const AttentionArgs& a, const Share& share, int kv_head) {
-  if (share.empty() || share.plan.span > Ring<D>::kWarps * Ring<D>::kStages * kTile) return;
+  if (share.empty() || share.plan.span > kPartPositions) return;
   const int64_t first = static_cast<int64_t>(share.begin) * D * 2;
   const int bytes = (share.end - share.begin) * D * 2;
   const char* const k = static_cast<const char*>(cache_row(a.k, a, share.slot, kv_head)) + first;
   const char* const v = static_cast<const char*>(cache_row(a.v, a, share.slot, kv_head)) + first;
 #pragma unroll 1
-  for (int at = threadIdx.x * 128; at < bytes; at += Ring<D>::kThreads * 128) {
+  for (int at = threadIdx.x * 128; at < bytes; at += kWarpsOf<D> * kWarp * 128) {
     prefetch_l2(k + at);
     prefetch_l2(v + at);
   }
@@ -328,9 +345,9 @@ __device__ __forceinline__ Triple merge(int count, Statistics statistics, Output
 
 // Where the ring was: behind each other in every warp's share, its output, then the parts of some of the cluster's
 // blocks (of rank 0 only). A share is done with by its own warp alone, so no barrier comes before.
-template <int D>
+template <int D, int kBytes>
 struct MergeSpace {
-  using R = Ring<D>;
+  using R = Ring<D, kBytes>;
   static constexpr int kPitch{D + 4};  // keeps the lanes' stores off each other's banks
   static constexpr int kOutputBytes{kHeads * (kPitch * 4 + 8)};
   static constexpr int kPartBytes{kHeads * (D * 4 + 8)};
@@ -356,11 +373,11 @@ struct MergeSpace {
 
 // Grid (parts, kv_heads * head groups, rows); parts in clusters. Warps take tiles in turn; their triples are merged in
 // the order of warps, then of blocks, then of clusters.
-template <int D, bool kOptions, bool kFused>
-__global__ void __launch_bounds__(Ring<D>::kThreads, D == 256 ? 2 : 4)
+template <int D, int kBytes, bool kOptions, bool kFused>
+__global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 4)
     attention_decode_kernel(const __grid_constant__ AttentionArgs a, const __grid_constant__ HeadArgs head_args,
                             int64_t first_row, int groups, int most_clusters) {
-  using R = Ring<D>;
+  using R = Ring<D, kBytes>;
   constexpr int kCluster{kArchitecture >= 90 ? kClusterBlocks : 1};
   extern __shared__ __align__(128) unsigned char storage[];
   __shared__ __align__(16) Prepared<kFused ? D : 0> prepared;
@@ -413,16 +430,16 @@ __global__ void __launch_bounds__(Ring<D>::kThreads, D == 256 ? 2 : 4)
   const bool newest = kFused && position == end - 1;  // its key and value are not in the cache yet
   const R ring(shared_address(storage), a, slot, kv_head, newest ? position : end, warp, lane);
   int p = begin + warp * kTile;
-  dependency_release();  // not earlier: the next kernel's weights would go before these tiles
+  // Not before the last tile is asked for: the next kernel's weights would go first.
+  if (p + (R::kStages - 1) * kStep >= end) dependency_release();
   const bf16* query = static_cast<const bf16*>(a.q) + row * a.q_stride + (first_head + g) * D;
   if constexpr (kFused) {  // meanwhile the tiles are on their way
     const int64_t offset =
         ((static_cast<int64_t>(slot) * a.kv_heads + kv_head) * a.capacity + position) * D;  // of the new position
     bf16* const keys = const_cast<bf16*>(static_cast<const bf16*>(a.k));
     bf16* const values = const_cast<bf16*>(static_cast<const bf16*>(a.v));
-    const bool writes = in_group == 0;
-    raw.prepare(prepared, head_args, heads, newest, writes ? keys + offset : nullptr,
-                writes ? values + offset : nullptr);
+    const bool writes = newest && in_group == 0;
+    raw.prepare(prepared, head_args, heads, writes ? keys + offset : nullptr, writes ? values + offset : nullptr);
     __syncthreads();
     query = prepared.q[g];
   }
@@ -432,27 +449,55 @@ __global__ void __launch_bounds__(Ring<D>::kThreads, D == 256 ? 2 : 4)
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       q[c][i] = g < heads ? *reinterpret_cast<const uint32_t*>(query + 16 * c + 8 * i + 2 * j) : 0u;
-  Accumulator<D> sum;
-#pragma unroll 1
-  for (int stage = 0; p < end; p += kStep, stage = stage + 1 == R::kStages ? 0 : stage + 1) {
-    copy_async_wait<R::kStages - 2>();
-    __syncwarp();  // this tile has arrived for every lane, and every lane is done with the one before
-    const int ahead = p + (R::kStages - 1) * kStep;
-    if (ahead < end) ring.fetch(stage == 0 ? R::kStages - 1 : stage - 1, ahead);
-    copy_async_commit();
+  Accumulator<D, kBytes> sum;
+  float s[4];  // the scores of the tile at hand
+  const auto scores = [&](float (&to)[4], int stage, int at) {
     if constexpr (kFused) {
-      if (newest && position >= p && position < p + kTile) ring.insert(stage, position - p, &prepared.key_value[0][0]);
+      if (newest && position >= at && position < at + kTile)
+        ring.insert(stage, position - at, &prepared.key_value[0][0]);
     }
-    float s[4]{};
-    sum.dots(s, ring, stage, q);
+    sum.dots(to, ring, stage, q);
+  };
+  const auto next = [](int stage) { return stage + 1 == R::kStages ? 0 : stage + 1; };
+  if (R::kAhead && p < end) {
+    copy_async_wait<R::kStages - 2>();
+    __syncwarp();
+    scores(s, 0, p);
+  }
+#pragma unroll 1
+  for (int stage = 0; p < end; p += kStep, stage = next(stage)) {
+    if constexpr (!R::kAhead) {
+      copy_async_wait<R::kStages - 2>();
+      __syncwarp();  // this tile has arrived for every lane, and every lane is done with the one before
+    }
+    const int far = p + (R::kStages - 1) * kStep;
+    if (far < end) {
+      ring.fetch(stage == 0 ? R::kStages - 1 : stage - 1, far);
+    } else {
+      dependency_release();
+    }
+    copy_async_commit();
+    float ahead[4];
+    if constexpr (R::kAhead) {
+      copy_async_wait<R::kStages - 2>();
+      __syncwarp();
+      if (p + kStep < end) scores(ahead, next(stage), p + kStep);
+    } else {
+      scores(s, stage, p);
+    }
     uint32_t p0, p1;
     sum.template weigh<kOptions>(a, s, row, position, first_head, p, end, g, j, p0, p1);
     sum.add(ring, stage, p0, p1);
+    if constexpr (R::kAhead) {
+      __syncwarp();  // done with this tile
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[i] = ahead[i];
+    }
   }
 
   const int parts = plan.parts(), clusters = (parts + kCluster - 1) / kCluster;
   const int rank = part % kCluster, ranks = min(kCluster, parts - (part - rank));  // blocks with work in this cluster
-  const MergeSpace<D> space{storage};
+  const MergeSpace<D, kBytes> space{storage};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -527,16 +572,33 @@ __global__ void __launch_bounds__(Ring<D>::kThreads, D == 256 ? 2 : 4)
 
 // ---- launcher ----
 
+using Kernel = void (*)(AttentionArgs, HeadArgs, int64_t, int, int);
+
+struct Choice {
+  Kernel kernel;
+  int bytes;
+};
+
+template <int D, bool kFused>
+Choice choose(const AttentionArgs& a) {
+  if constexpr (!kFused) {
+    if (has_options(a)) return {attention_decode_kernel<D, kBeside, true, false>, kBeside};
+  }
+  if constexpr (kFused) {
+    if (a.rows > 1) return {attention_decode_kernel<D, kManyBlocks, false, true>, kManyBlocks};
+  }
+  const bool room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= kLongRows + 4096;
+  if (a.capacity > kLongCapacity && room) return {attention_decode_kernel<D, kLongRows, false, kFused>, kLongRows};
+  return {attention_decode_kernel<D, kBeside, false, kFused>, kBeside};
+}
+
 template <int D, bool kFused>
 void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Launch& launch) {
   const auto what = [&] { return describe(kFused ? "rope_attention" : "attention", a); };
-  auto kernel = attention_decode_kernel<D, false, kFused>;
-  if constexpr (!kFused) {
-    if (has_options(a)) kernel = attention_decode_kernel<D, true, false>;
-  }
+  const auto [kernel, bytes] = choose<D, kFused>(a);
   cudaFuncAttributes compiled{};
   check(cudaFuncGetAttributes(&compiled, kernel), "attention: cudaFuncGetAttributes");
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Ring<D>::kBytes),
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "attention: cudaFuncSetAttribute");
   const int groups = ceil_div(a.heads / a.kv_heads, kHeads), per_row = a.kv_heads * groups;
   const int cluster = compiled.ptxVersion >= 90 ? kClusterBlocks : 1;
@@ -550,8 +612,8 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.blockDim = dim3(Ring<D>::kThreads);
-  config.dynamicSmemBytes = Ring<D>::kBytes;
+  config.blockDim = dim3(kWarpsOf<D> * kWarp);
+  config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = cluster > 1 ? attributes : attributes + 1;
   config.numAttrs = (cluster > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);

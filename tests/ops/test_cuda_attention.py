@@ -296,6 +296,16 @@ def test_rope_attention_of_several_clusters() -> None:
     check_rope_attention(make_projection([2300, 9], 4, 1, 64, capacity=2400))
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_rope_attention_of_a_long_cache(d: int) -> None:
+    """Where tiles wait in a longer ring: one row, and the same in a batch."""
+    c = make_projection([20000, 40, 17000], 8, 2, d, capacity=20000)
+    whole = check_rope_attention(c)
+    for m in range(3):
+        row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
+        assert same(whole[m : m + 1], check_rope_attention(c | row))
+
+
 @pytest.mark.parametrize("window", [0, 100, 3000])
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1), (8, 1), (12, 1)])
