@@ -130,6 +130,10 @@ __device__ __forceinline__ void copy_async_8(uint32_t shared, const void* global
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");
 }
 
+__device__ __forceinline__ void copy_async_4(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
+}
+
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Returns when at most `Pending` of this thread's most recent groups are still in flight.

@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
   const int slice_k = (begin - step_at(0)) * kStepK;  // in the image
   const int first_strip = (blockIdx.x >> p.parts_log) + sub * part_blocks, strip_step = part_blocks * p.block_strips;
 
-  const int record_ring_at = keep(p.records_at + warp * p.ring_stages * p.record_slot);
+  const int record_ring_at = keep(p.records_at + warp * p.record_slots * p.record_slot);
   // In a stage of a full format, odd rows swap their halves: the 8 lanes that read two rows together meet all banks.
   const int lane_at = Fmt::kInteger ? lane * 16 : lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
   const int ring_at = keep(warp * p.ring_stages * Fmt::kStageBytes + (Fmt::kInteger ? lane_at : 0));
@@ -337,18 +337,17 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
     stream.issue(shared_address(shared) + ring_at + (Fmt::kInteger ? 0 : lane_at) + slot * Fmt::kStageBytes,
                  shared_address(shared) + record_ring_at + slot * p.record_slot);
   };
+  LaneRecords<F> records{a, lane, own_stages * kStepK >> a.group_shift, strip_step, first_strip};
+  if constexpr (Tiles::kFours) {
+    records.start(begin * kStepK >> a.group_shift);
+#pragma unroll 1
+    for (int i = 0; i < p.record_slots; ++i) {
+      records.copy(shared_address(shared) + record_ring_at + i * p.record_slot);
+    }
+  }
   stream.start();
 #pragma unroll 1
   for (int i = 0; i < p.ring_stages; ++i) refill(i);  // weights: the step does not change them
-  NextRecord<F> next{};
-  if constexpr (Tiles::kFours) {
-    const int slice_groups = own_stages * kStepK >> a.group_shift;
-    next.left = slice_groups - lane % 4;
-    const int64_t record = static_cast<int64_t>(first_strip) * a.groups + (begin * kStepK >> a.group_shift) + lane % 4;
-    next.at = static_cast<uint32_t>(record * (a.record_bytes / 8));
-    if (first_strip < a.strips) next.load(a, lane / 4);
-  }
-
   // Per strip in flight: `full` counts the warps whose sums have arrived, `empty` those that have added them: with one
   // row of x a warp adds a whole strip, in turn, else every warp adds some rows of x.
   const uint32_t full = shared_address(shared + p.barriers_at) + sub * 2 * p.depth * 8, empty = full + p.depth * 8;
@@ -391,7 +390,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
   const int strip_words = p.m * p.strip_warps() * kStripRows * Reduce::kWords;
   int* const red = reinterpret_cast<int*>(shared + p.red_at) + sub * p.depth * strip_words;
 
-  int slot{0}, turn{0};  // strips this warp has delivered
+  int slot{0}, four{0}, turn{0};  // stages and fours of groups in their rings; strips this warp has delivered
   for (int strip = first_strip; strip < a.strips; strip += strip_step, ++turn) {
     const int in_flight = turn & (p.depth - 1), lap = turn >> p.depth_log;
     const bool finishes = C == 1 ? (turn & (p.strip_warps() - 1)) == me : 2 * me < p.m;
@@ -422,23 +421,18 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
 #pragma unroll
         for (int t = 0; t < Tiles::kTiles; ++t) here.row[t] += Fmt::kStageK / 8 * kChunk;
         if constexpr (kBeside || !Fmt::kInteger) __syncwarp();  // all have read the slot
+        const bool full_four = Tiles::kFours && (stage == stages - 1 || tile.groups == 4);
+        RowTerms terms[2]{};
+        if (full_four) {
+          const int at = record_ring_at + four * p.record_slot;
+          records.read(shared + at, terms);
+          records.copy(shared_address(shared) + at);
+          four = four == p.record_slots - 1 ? 0 : four + 1;
+        }
         refill(slot);
         slot = slot == p.ring_stages - 1 ? 0 : slot + 1;
         if constexpr (Tiles::kFours) {
-          const bool last = stage == stages - 1;
-          if (last || tile.groups == 4) {
-            RowTerms terms[2]{};
-            next.terms(a, lane / 4, terms);
-            tile.add_groups(a, terms, group.sums, lane);
-            group.sums += 4;
-            next.at += a.record_bytes / 2, next.left -= 4;
-            if (last) {  // back to the slice's start, in the next strip
-              const int groups = own_stages * kStepK >> a.group_shift, fours = (groups + 3) / 4 * 4;
-              next.left = strip + strip_step < a.strips ? groups - lane % 4 : 0;
-              next.at += (strip_step * a.groups - fours) * (a.record_bytes / 8);
-            }
-            next.load(a, lane / 4);
-          }
+          if (full_four) tile.add_groups(a, terms, group.sums, lane), group.sums += 4;
         }
       }
     };

@@ -162,21 +162,22 @@ struct Tile {
   // Adds up to four groups in their order; `rows` are the terms of this lane's, `sums` the digit sums of the first.
   __device__ __forceinline__ void add_groups(const DecodeArgs& a, const RowTerms (&rows)[2], const int* sums,
                                              int lane) {
-    const bool held = lane % 4 < groups;
+    const bool held = lane % 4 < groups;  // else the terms are of another group, or none
     const int digit_sum = held ? sums[lane % 4] : 0;
     const float digits = static_cast<float>(digit_sum) * kTimes;
-    float product[2];
+    float product[2], scale[2], minimum[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       product[h] = held ? static_cast<float>(value[h] - rows[h].zero * (digit_sum * kTimes)) : 0.0f;
+      scale[h] = held ? rows[h].scale : 0.0f, minimum[h] = held ? rows[h].minimum : 0.0f;
     }
     const auto add = [&]<bool Minimum>() {
 #pragma unroll
       for (int of = 0; of < 4; ++of) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          float next = fmaf(rows[h].scale, product[h], sum[0][h][0]);
-          if constexpr (Minimum) next = fmaf(rows[h].minimum, digits, next);
+          float next = fmaf(scale[h], product[h], sum[0][h][0]);
+          if constexpr (Minimum) next = fmaf(minimum[h], digits, next);
           sum[0][h][0] = __shfl_sync(kAllLanes, next, of, 4);
         }
       }
@@ -186,38 +187,64 @@ struct Tile {
   }
 };
 
-// With one row of x, the record of this lane's group of the next four, asked for when the ones before it are added.
+// With one row of x, what this lane needs of its group's record of every four, copied to shared memory (a load into
+// registers would be waited for with the next load of any kind). A slot is [word][lane]: scales, minimums, zero-points.
 template <WeightFormat F>
-struct NextRecord {
-  uint32_t at;  // in 8 bytes
-  int left;     // groups of the slice from this lane's on
-  uint32_t scales{0};
-  int zeros{0};
+struct LaneRecords {
+  const DecodeArgs& a;
+  int lane, slice_groups, strip_step;
+  int strip, left;  // of the next four to copy: its strip, and the groups of the slice from it on
+  uint32_t at;      // of this lane's record, in 8 bytes
 
-  __device__ __forceinline__ void load(const DecodeArgs& a, int r) {
-    if (left <= 0 || a.scale_dtype == DType::f32) return;  // fp32 is rare: read when needed
-    const uint8_t* const record = a.records + static_cast<uint64_t>(at) * 8;
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(scales) : "l"(record + 4 * r));
-    if (!a.has_zero) return;
-    if constexpr (F == WeightFormat::int4) {
-      asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(zeros) : "l"(record + 32 + r));
-    } else {
-      asm volatile("{\n.reg .u16 v;\nld.global.nc.u16 v, [%1];\ncvt.u32.u16 %0, v;\n}"
-                   : "=r"(zeros)
-                   : "l"(record + 32 + 2 * r));
+  __device__ __forceinline__ void start(int first_group) {
+    left = slice_groups;
+    at = (static_cast<uint32_t>(strip) * a.groups + first_group + lane % 4) * (a.record_bytes / 8);
+  }
+
+  // Copies into the slot at `to` (a shared address) and goes on.
+  __device__ __forceinline__ void copy(uint32_t to) {
+    if (strip < a.strips && lane % 4 < left) {
+      const int r = lane / 4, pair = a.scale_dtype == DType::f32 ? 8 : 4;
+      const uint8_t* const record = a.records + static_cast<uint64_t>(at) * 8;
+      to += lane * 4;
+      const auto copy_pair = [&](const uint8_t* from) {
+        copy_async_4(to, from + r * pair);
+        if (pair == 8) copy_async_4(to + 128, from + r * 8 + 4);
+        to += pair * 32;
+      };
+      copy_pair(record);
+      if (a.has_minimum) copy_pair(record + a.minimum_at);
+      if (a.has_zero) copy_async_4(to, record + pair * 8 + (F == WeightFormat::int4 ? r / 4 * 4 : r / 2 * 4));
+    }
+    at += a.record_bytes / 2, left -= 4;
+    if (left <= 0) {  // back to the slice's start, in the next strip
+      left = slice_groups, strip += strip_step;
+      at += (strip_step * a.groups - (slice_groups + 3) / 4 * 4) * (a.record_bytes / 8);
     }
   }
 
-  __device__ __forceinline__ void terms(const DecodeArgs& a, int r, RowTerms (&rows)[2]) const {
-    if (a.scale_dtype == DType::f32 || a.has_minimum) {
-      if (left > 0) read_record<F>(a, a.records + static_cast<uint64_t>(at) * 8, r, rows);
-      return;
-    }
-    constexpr int kBits{F == WeightFormat::int4 ? 4 : 8};
-    unpack_pair(scales, a.scale_dtype == DType::bf16, rows[0].scale, rows[1].scale);
+  // What the slot at `from` says of rows r and r + 8.
+  __device__ __forceinline__ void read(const uint8_t* from, RowTerms (&rows)[2]) const {
+    const int r = lane / 4;
+    const uint32_t* word = reinterpret_cast<const uint32_t*>(from) + lane;
+    const auto read_pair = [&](float& low, float& high) {
+      if (a.scale_dtype == DType::f32) {
+        low = __uint_as_float(word[0]), high = __uint_as_float(word[kWarp]);
+        word += 2 * kWarp;
+      } else {
+        unpack_pair(word[0], a.scale_dtype == DType::bf16, low, high);
+        word += kWarp;
+      }
+    };
+    read_pair(rows[0].scale, rows[1].scale);
     rows[0].minimum = rows[1].minimum = 0.0f;
-    rows[0].zero = a.has_zero ? zeros & (1 << kBits) - 1 : a.default_zero;
-    rows[1].zero = a.has_zero ? zeros >> kBits : a.default_zero;
+    if (a.has_minimum) read_pair(rows[0].minimum, rows[1].minimum);
+    rows[0].zero = rows[1].zero = a.default_zero;
+    if (a.has_zero) {
+      const uint32_t both = F == WeightFormat::int4 ? *word >> r % 4 * 8 : *word >> r % 2 * 16;
+      rows[0].zero = both & (F == WeightFormat::int4 ? 15 : 255);
+      rows[1].zero = both >> (F == WeightFormat::int4 ? 4 : 8) & (F == WeightFormat::int4 ? 15 : 255);
+    }
   }
 };
 

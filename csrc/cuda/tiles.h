@@ -57,6 +57,10 @@ NIBBLELM_HOST_DEVICE inline int slice_begin(int slice, int slices_log, int steps
 // Whether the digits of a row of x are neighbouring columns of the tensor-core tile: two bf16 digits, integer weights.
 constexpr bool digit_columns(bool integer, int planes) { return integer && planes == 2; }
 
+// Whether every lane copies what it needs of the records, of four groups at a time, instead of the warp all records of
+// a stage. In 2 slots (4 of smaller groups) a copy is asked for at least 4 stages, a whole ring, before it is read.
+constexpr bool lane_records(bool integer, int planes, int m) { return digit_columns(integer, planes) && m == 1; }
+
 // Rows of x the kernel is compiled for that takes m.
 constexpr int decode_columns(int m, bool digits) { return m == 1 ? 1 : digits && m <= 4 ? 4 : m <= 8 ? 8 : 16; }
 
@@ -77,12 +81,13 @@ struct DecodePlan {
   int strips;
   int depth;  // strips whose sums may wait for their reduction, a power of two
   int depth_log;
-  int ring_stages;                                              // of a warp
-  bool prepared;                                                // the planes come from linear_planes_kernel
-  int plane_pitch;                                              // bytes between rows of the planes
-  int planes_at, sums_at, scales_at;                            // in the image of a part
-  int image_bytes;                                              // a multiple of 16
-  int record_slot;                                              // bytes of records beside one stage
+  int ring_stages;                    // of a warp
+  bool prepared;                      // the planes come from linear_planes_kernel
+  int plane_pitch;                    // bytes between rows of the planes
+  int planes_at, sums_at, scales_at;  // in the image of a part
+  int image_bytes;                    // a multiple of 16
+  int record_slot;   // bytes of records beside one stage, or of what the lanes hold of four groups' records
+  int record_slots;  // of a warp
   int records_at, image_at, red_at, barriers_at, shared_bytes;  // in shared memory, behind the ring of weights
 
   NIBBLELM_HOST_DEVICE int slices() const { return 1 << slices_log; }
@@ -126,11 +131,17 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.image_bytes = (p.scales_at + p.block_slices() * columns * 4 + 15) / 16 * 16;
   p.prepared = m > 1 || steps * kStepK >= kPreparedElements;
 
-  const bool beside = grouped && !(columns == 1 && digits);  // else every lane reads the record it needs
-  p.record_slot = beside ? kStepK / w.group_size * w.record_bytes() : 0;
   p.ring_stages = ring / stage_bytes(w.format);
   p.records_at = kDecodeWarps * ring;
-  p.image_at = p.records_at + kDecodeWarps * p.ring_stages * p.record_slot;
+  if (grouped && !lane_records(w.integer(), planes, m)) {
+    p.record_slot = kStepK / w.group_size * w.record_bytes();
+    p.record_slots = p.ring_stages;
+  } else if (grouped) {
+    const int words = w.scale_bytes() / 2 * (w.has_minimum ? 2 : 1) + (w.has_zero ? 1 : 0);
+    p.record_slot = words * 4 * 32;
+    p.record_slots = w.group_size == kStepK && w.steps() >= 2 << slices_log ? 2 : 4;
+  }
+  p.image_at = p.records_at + kDecodeWarps * p.record_slots * p.record_slot;
   p.red_at = p.image_at + p.image_bytes;
   const int words = w.integer() && !grouped && m == 1 ? planes : 1;  // raw sums of every digit, or one float
   p.barriers_at = p.red_at + kDecodeWarps * depth * m * kStripRows * words * 4;
@@ -164,7 +175,8 @@ inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, bool 
         const auto layout = [&](int ring) {
           return decode_layout(w, planes, rows, slices_log, block_log, own_log, depth, ring);
         };
-        DecodePlan p = layout(ring_bytes(w.format, columns, small));
+        const bool lanes = w.group_size != 0 && lane_records(w.integer(), planes, rows);
+        DecodePlan p = layout((lanes ? short_ring_bytes : ring_bytes)(w.format, columns, small));
         if (p.shared_bytes > beside) {
           const DecodePlan shorter = layout(short_ring_bytes(w.format, columns, small));
           if (shorter.shared_bytes <= beside || p.shared_bytes > shared_limit) p = shorter;
