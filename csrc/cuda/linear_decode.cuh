@@ -355,23 +355,9 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
     barrier_init(full + lane * 8, kWarp * (lane < p.depth || C > 1 ? p.strip_warps() : 1));
   }
 
-  if (a.gain != nullptr) {  // from memory to L2 before the wait: read after it
-    for (int k = threadIdx.x * 32; k < a.k; k += kDecodeThreads * 32) prefetch_l2(a.gain + k);
-  }
-
-  // Before a block prepares its own row the weights would only be in the way of its activations.
   uint8_t* const image = shared + p.image_at;
-  // A rehearsal, on weights for activations: while the kernel ahead runs, it brings the code to the instruction cache.
-  constexpr bool kRehearse{true};
-#pragma unroll 1
-  for (int take = kRehearse && C == 1 && a.images == nullptr ? 0 : 1; take < 2; ++take) {
-    if (take == 1) {
-      dependency_wait();
-      dependency_release();
-    }
-    prepare_image<F, Grouped, D, C>(a, image, shared + p.red_at, part, take == 1);
-    __syncthreads();
-  }
+  prepare_image<F, Grouped, D, C>(a, image, shared + p.red_at, part);
+  __syncthreads();
 
   constexpr int kChunk{8 * D * Fmt::kPlaneBytes};
   PlaneAt<Tiles::kTiles> planes{shared, {}};
