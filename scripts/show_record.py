@@ -64,15 +64,15 @@ def footprint(rows: Sequence[dict[str, Any]]) -> str:
 def kernels(record: dict[str, Any]) -> str:
     """Medians over a model's matrices, for activations at 8 bits."""
 
-    def rate(isa: str, bits: int, name: str) -> float:
-        rows = (r for r in record["rows"] if (r["isa"], r["bits"], r["name"]) == (isa, bits, name))
-        return statistics.median(row["median"] for row in rows)
+    def rates(isa: str, bits: int, name: str) -> list[float]:
+        return [r["median"] for r in record["rows"] if (r["isa"], r["bits"], r["name"]) == (isa, bits, name)]
 
     cells = []
     for isa, bits in sorted({(row["isa"], row["bits"]) for row in record["rows"]}):
-        decode, prefill = (rate(isa, bits, f"{phase} D1") for phase in ("decode", "prefill"))
-        share = f"{decode / rate(isa, bits, 'read'):.0%}"
-        cells.append([isa, f"int{bits}", f"{decode:.1f} GB/s", share, f"{prefill:.2f} Top/s"])
+        read, decode, prefill = (rates(isa, bits, name) for name in ("read", "decode D1", "prefill D1"))
+        share = statistics.median(ours / limit for ours, limit in zip(decode, read, strict=True))
+        rate = f"{statistics.median(decode):.0f} GB/s"
+        cells.append([isa, f"int{bits}", rate, f"{share:.0%}", f"{statistics.median(prefill):.2f} Top/s"])
     return table(["instruction set", "weights", "decode", "of the read bandwidth", "prefill"], cells)
 
 

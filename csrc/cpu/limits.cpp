@@ -9,13 +9,13 @@ namespace {
 volatile int32_t sink;  // keeps the compiler from dropping work whose result nobody wants
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int kChains{kBlockRows};  // of two registers; enough to cover the latency, few enough for registers
+constexpr int kChains{4};  // of two registers
 
 // vpmaddubsw and the addition of its sums, as in dot_avx2.h; in assembly, so that it is not done once for all steps.
 NIBBLE_INLINE __m256i add_products(__m256i acc, __m256i codes, __m256i digits) {
   __m256i sums;
-  asm volatile("vpmaddubsw %2, %1, %0" : "=x"(sums) : "x"(codes), "x"(digits));
-  return _mm256_add_epi16(acc, sums);
+  asm volatile("vpmaddubsw %3, %2, %1\nvpaddw %1, %0, %0" : "+x"(acc), "=&x"(sums) : "x"(codes), "x"(digits));
+  return acc;
 }
 NIBBLE_INLINE I32 add_products(I32 acc, I32 codes, I32 digits) {
   return {add_products(acc.lo, codes.lo, digits.lo), add_products(acc.hi, codes.hi, digits.hi)};
