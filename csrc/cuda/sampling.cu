@@ -18,8 +18,9 @@ namespace cg = cooperative_groups;
 
 constexpr int kThreads{1024};
 constexpr int kWarps{kThreads / kWarp};
-constexpr int kMaxBlocks{8};  // of a cluster
-constexpr int kRun{4};        // neighbouring ids of a lane; those of a warp's lanes are one run of 128
+constexpr int kMaxBlocks{16};      // of a cluster, where the device has room for such ones
+constexpr int kPortableBlocks{8};  // of any cluster
+constexpr int kRun{4};             // neighbouring ids of a lane; those of a warp's lanes are one run of 128
 constexpr int kBinBits{11};
 constexpr int kBins{1 << kBinBits};
 constexpr int kGroup{kBins / kWarps};      // bins that one warp adds up
@@ -304,8 +305,15 @@ __device__ __forceinline__ Owned<kPer> read_row(const SamplingArgs& a, int64_t r
   own.first = warp * own.runs * kIds + static_cast<int>(threadIdx.x) % kWarp * kRun;
   own.vocab = a.vocab;
   own.copy = a.workspace + row * a.vocab;
-  const float* const logits = a.logits + row * a.logits_stride;
-  const bool plain = a.bias == nullptr && a.counts == nullptr && a.prompt == nullptr;
+  const float* logits = a.logits + row * a.logits_stride;
+  if (kPer == 0 || a.bias != nullptr || a.counts != nullptr || a.prompt != nullptr) {
+    // Through the copy in any case: penalties in line for every register would fill the instruction cache.
+#pragma unroll 1
+    for (int r = 0; r < own.runs; ++r)
+      for (int id = own.first + r * kIds; id < min(own.first + r * kIds + kRun, a.vocab); ++id)
+        own.copy[id] = fmaxf(penalised(a, logits[id], row, id), -INFINITY);
+    logits = own.copy;
+  }
   if constexpr (kPer > 0) {
     const bool wide = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
 #pragma unroll
@@ -321,12 +329,7 @@ __device__ __forceinline__ Owned<kPer> read_row(const SamplingArgs& a, int64_t r
           if (id + i < a.vocab) x[i] = logits[id + i];
       }
     });
-    own.each([&](float& x, int id) {
-      if (!plain && id < a.vocab) x = penalised(a, x, row, id);
-      x = fmaxf(x, -INFINITY);  // NaN too becomes -inf
-    });
-  } else {
-    own.each([&](float& x, int id) { x = fmaxf(penalised(a, logits[id], row, id), -INFINITY); });
+    own.each([](float& x, int) { x = fmaxf(x, -INFINITY); });  // NaN too becomes -inf
   }
   return own;
 }
@@ -340,19 +343,20 @@ __device__ __forceinline__ void finish(const SamplingArgs& a, int64_t row, int64
   if (a.counts != nullptr && token >= 0) a.counts[row * a.vocab + token] += 1;
 }
 
-// A value that at least top_k tokens reach, or -inf: where the row has that many warps, the top_k-th of their peaks.
+// A value that at least top_k tokens reach: the top_k-th of the peaks of up to 256 warps, or -inf if they are fewer.
 __device__ __forceinline__ float floor_of(const Team& team, int top_k) {
   Shared& shared = team.shared;
   const uint64_t* const peaks = shared.peaks[0];
-  const int count = team.size * kWarps, parts = kThreads / (kMaxBlocks * kWarps);  // threads that look at one peak
+  constexpr int kPeaks{256}, kParts{kThreads / kPeaks};  // threads that look at one peak
+  const int count = min(kPeaks, team.size * kWarps);
   if (threadIdx.x == 0) shared.floor = -INFINITY;
   __syncthreads();
-  const int mine = static_cast<int>(threadIdx.x) / parts;
+  const int mine = static_cast<int>(threadIdx.x) / kParts;
   int larger = 0;
   if (mine < count)
-    for (int i = static_cast<int>(threadIdx.x) % parts; i < count; i += parts) larger += peaks[i] > peaks[mine];
+    for (int i = static_cast<int>(threadIdx.x) % kParts; i < count; i += kParts) larger += peaks[i] > peaks[mine];
 #pragma unroll
-  for (int offset = parts / 2; offset > 0; offset /= 2) larger += __shfl_xor_sync(kAllLanes, larger, offset);
+  for (int offset = kParts / 2; offset > 0; offset /= 2) larger += __shfl_xor_sync(kAllLanes, larger, offset);
   if (mine < count && larger == top_k - 1) shared.floor = value_of(static_cast<uint32_t>(peaks[mine] >> 32));
   __syncthreads();
   return shared.floor;
@@ -446,9 +450,10 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(SamplingArgs a) {
   own.each_run([&](int r) {
     Mass sum = 0;
     own.run(r, [&](float x, int) { sum += drawn_mass(x); });
-    const Mass inclusive = warp_scan(sum);
-    Mass first = before + inclusive - sum;
-    before += __shfl_sync(kAllLanes, inclusive, kWarp - 1);
+    const Mass start = before;
+    before += warp_total(sum);
+    if (point < start || point >= before) return;
+    Mass first = start + warp_scan(sum) - sum;
     if (point < first || point >= first + sum) return;
     int token = -1;
     own.run(r, [&](float x, int id) {
@@ -467,27 +472,38 @@ void sample(const SamplingArgs& a, const Launch& launch) {
   if (a.vocab < 1 || a.vocab > 1 << 18 || a.rows > 65535)
     throw std::invalid_argument(what() + ": vocab is 1 to 262144, rows at most 65535");
   const bool clusters = device_attribute(cudaDevAttrClusterLaunch) != 0;
-  const unsigned blocks = clusters
-                              ? static_cast<unsigned>(std::min(
-                                    kMaxBlocks, static_cast<int>(std::bit_ceil(unsigned(ceil_div(a.vocab, 4096))))))
-                              : 1;
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {blocks, 1, 1};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks, static_cast<unsigned>(a.rows));
   config.blockDim = dim3(kThreads);
   config.stream = static_cast<cudaStream_t>(launch.stream);
-  config.attrs = blocks > 1 ? attributes : attributes + 1;
-  config.numAttrs = (blocks > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
-  const int per_thread = ceil_div(a.vocab, static_cast<int64_t>(blocks) * kThreads);
-  const auto kernel = per_thread <= 4    ? sample_kernel<4>
-                      : per_thread <= 16 ? sample_kernel<16>
-                      : per_thread <= 20 ? sample_kernel<20>
-                                         : sample_kernel<32>;
-  check(cudaLaunchKernelEx(&config, clusters ? kernel : sample_kernel<0>, a), what());
+  config.attrs = attributes;
+  config.numAttrs = launch.programmatic ? 2 : 1;
+  auto kernel = sample_kernel<0>;
+  const auto share_among = [&](int blocks) {
+    const int per = ceil_div(a.vocab, static_cast<int64_t>(blocks) * kThreads);
+    if (clusters) {
+      kernel = per <= 4    ? sample_kernel<4>
+               : per <= 8  ? sample_kernel<8>
+               : per <= 12 ? sample_kernel<12>
+               : per <= 16 ? sample_kernel<16>
+                           : sample_kernel<32>;
+    }
+    config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(a.rows));
+    attributes[0].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
+  };
+  const int wanted = static_cast<int>(std::bit_ceil(static_cast<unsigned>(ceil_div(a.vocab, 4096))));
+  int side_by_side = 0;  // clusters of more than kPortableBlocks that the device runs
+  if (clusters && wanted > kPortableBlocks) {
+    share_among(std::min(kMaxBlocks, wanted));
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), what());
+    check(cudaOccupancyMaxActiveClusters(&side_by_side, kernel, &config), what());
+  }
+  if (side_by_side < a.rows) share_among(clusters ? std::min(kPortableBlocks, wanted) : 1);
+  if (!clusters) ++config.attrs, --config.numAttrs;
+  check(cudaLaunchKernelEx(&config, kernel, a), what());
 }
 
 }  // namespace nibblelm::cuda

@@ -1,11 +1,10 @@
-// softmax and log_softmax: every row is read once and written once, held in registers by a warp, a block, or a
+// softmax and log_softmax: every row is read once and written once, held on the chip by a warp, a block, or a
 // thread-block cluster; rows too long for that, and cards without clusters, take the online two-pass form (Milakov &
 // Gimelshein 2018). The running maximum starts at -inf, so rows of negatives and of -inf are right.
 #include <cooperative_groups.h>
 
 #include <algorithm>
 
-#include "bulk.cuh"
 #include "softmax.h"
 #include "vector.cuh"
 
@@ -19,6 +18,9 @@ constexpr int kMaxThreads{1024};
 constexpr int kMaxValues{32};  // values a thread holds: 32 of the 64 registers that 1024 threads leave it
 constexpr int kMaxCluster{8};  // the largest that every device with clusters takes
 constexpr int64_t kMaxBlockColumns{int64_t{kMaxThreads} * kMaxValues};
+constexpr int kClusterThreads{512};
+constexpr int kClusterValues{16};  // the others of a thread's values are in shared memory
+constexpr int kClusterBlocks{3};   // on a multiprocessor: 192 KB of a long fp32 row in flight on each
 
 // Maximum m and sum d of exp(x - m) of part of a row. Merging is associative and commutative; (-inf, 0) is neutral.
 struct Partial {
@@ -26,14 +28,69 @@ struct Partial {
   float d;
 };
 
-__device__ __forceinline__ Partial merge(Partial a, Partial b) {
-  const float m = fmaxf(a.m, b.m);
-  if (m == -INFINITY) return {m, 0.0f};  // also keeps exp(-inf - -inf) = NaN out
-  return {m, a.d * expf(a.m - m) + b.d * expf(b.m - m)};
-}
+__device__ __forceinline__ float exp_fast(float x) { return exp2_fast(x * 1.4426950408889634f); }
 
 // What is subtracted before the exponential: the maximum, or 0 where all values are -inf, which keeps NaN out.
 __device__ __forceinline__ float base_of(float m) { return m == -INFINITY ? 0.0f : m; }
+
+__device__ __forceinline__ Partial merge(Partial a, Partial b) {
+  const float m = fmaxf(a.m, b.m), base = base_of(m);
+  return {m, a.d * exp_fast(a.m - base) + b.d * exp_fast(b.m - base)};
+}
+
+// The same over a warp's lanes, of which kLanes share a row; the order of additions is fixed.
+template <int kLanes = kWarp>
+__device__ __forceinline__ Partial merge_lanes(Partial part) {
+  const auto over_lanes = [](float v, auto op) {
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(kAllLanes, v, offset));
+    return v;
+  };
+  const float m = over_lanes(part.m, [](float a, float b) { return fmaxf(a, b); });
+  return {m, over_lanes(part.d * exp_fast(part.m - base_of(m)), [](float a, float b) { return a + b; })};
+}
+
+// One (m, d) per warp, by block and warp.
+using Parts = Partial[kMaxCluster][kWarp];
+
+// The statistics of a row from those of all threads of its block or cluster, with one barrier.
+__device__ __forceinline__ Partial merge_threads(Parts& parts, Partial part, int blocks) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  part = merge_lanes(part);
+#if __CUDA_ARCH__ >= 900
+  if (blocks > 1) {
+    const cg::cluster_group cluster = cg::this_cluster();
+    cluster.barrier_wait();  // for what arrived at the kernel's start: every block runs
+    if (lane < blocks) *cluster.map_shared_rank(&parts[cluster.block_rank()][warp], lane) = part;
+    cluster.sync();
+  } else
+#endif
+  {
+    if (lane == 0) parts[0][warp] = part;
+    __syncthreads();
+  }
+  Partial row{-INFINITY, 0.0f};
+#pragma unroll
+  for (int block = 0; block < kMaxCluster; ++block)
+    if (block < blocks && lane < warps) row.m = fmaxf(row.m, parts[block][lane].m);
+  const float base = base_of(row.m);
+#pragma unroll
+  for (int block = 0; block < kMaxCluster; ++block)
+    if (block < blocks && lane < warps) row.d += parts[block][lane].d * exp_fast(parts[block][lane].m - base);
+  return merge_lanes(row);
+}
+
+// Turns exponentials of, or differences to, a thread's own base into results of the row.
+struct Scaling {
+  float scale;
+  float offset;
+
+  __device__ __forceinline__ Scaling(float m, Partial row, bool logarithm) {
+    const float shift = base_of(row.m);
+    scale = logarithm ? 1.0f : row.d == 0.0f ? 0.0f : exp_fast(m - shift) / row.d;
+    offset = !logarithm ? 0.0f : (base_of(m) - shift) - (row.d == 0.0f ? 0.0f : logf(row.d));
+  }
+};
 
 // Part of a row in registers.
 template <class T, int V, int kValues>
@@ -85,12 +142,12 @@ struct Held {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
         x[i] -= base;
-        d += expf(x[i]);
+        d += exp_fast(x[i]);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) {
-        x[i] = expf(x[i] - base);
+        x[i] = exp_fast(x[i] - base);
         d += x[i];
       }
     }
@@ -99,15 +156,13 @@ struct Held {
   // `m` is the maximum whose base `exponentials` was given, `row` the merged statistics of the whole row.
   __device__ __forceinline__ void write(T* out, int columns, int thread, int threads, float m, Partial row,
                                         bool logarithm) const {
-    const float shift = base_of(row.m);
-    const float scale = logarithm ? 1.0f : row.d == 0.0f ? 0.0f : expf(m - shift) / row.d;
-    const float offset = !logarithm ? 0.0f : (base_of(m) - shift) - (row.d == 0.0f ? 0.0f : logf(row.d));
+    const Scaling to(m, row, logarithm);
 #pragma unroll
     for (int i = 0; i < kValues; i += V) {
       const int c = (i / V * threads + thread) * V;
       float v[V];
 #pragma unroll
-      for (int j = 0; j < V; ++j) v[j] = x[i + j] * scale + offset;
+      for (int j = 0; j < V; ++j) v[j] = x[i + j] * to.scale + to.offset;
       if (c < columns) store(out + c, v);
     }
   }
@@ -121,92 +176,91 @@ __global__ void __launch_bounds__(kWarpsPerBlock* kWarp)
   dependency_release();
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock * kWarp + threadIdx.x) / kLanes;
   const int lane = threadIdx.x % kLanes, count = row < rows ? columns : 0;
-  const auto over_lanes = [](float v, auto op) {
-#pragma unroll
-    for (int offset = kLanes / 2; offset > 0; offset /= 2) v = op(v, __shfl_xor_sync(kAllLanes, v, offset));
-    return v;
-  };
   Held<T, V, kValues> held;
   held.read(x + row * columns, count, lane, kLanes);
-  const float m = over_lanes(held.maximum(), [](float a, float b) { return fmaxf(a, b); });
-  const float d = over_lanes(held.exponentials(base_of(m), logarithm), [](float a, float b) { return a + b; });
-  held.write(y + row * columns, count, lane, kLanes, m, {m, d}, logarithm);
+  const float m = held.maximum();
+  const Partial part{m, held.exponentials(base_of(m), logarithm)};
+  held.write(y + row * columns, count, lane, kLanes, m, merge_lanes<kLanes>(part), logarithm);
 }
 
-// One row per block, or for rows without 16-byte alignment per cluster of `gridDim.x` blocks, `share` columns a block.
-// The blocks exchange their (m, d) through distributed shared memory and merge them in rank order, so all get the same
-// bits.
+// One row per block or, of gridDim.x > 1, per cluster, `share` columns a block, in registers. The blocks of a cluster
+// exchange (m, d) through distributed shared memory; all merge them in the same order, so all get the same bits.
 template <class T, int V, int kValues>
 __global__ void __launch_bounds__(kMaxThreads) softmax_block(const T* x, T* y, int columns, int share, bool logarithm) {
-  __shared__ float scratch[2][kWarp];
-  __shared__ Partial parts[kMaxCluster];
+  __shared__ Parts parts;
+#if __CUDA_ARCH__ >= 900
+  if (gridDim.x > 1) cg::this_cluster().barrier_arrive();
+#endif
   dependency_wait();
-  dependency_release();
+  if (gridDim.x == 1) dependency_release();
   const int first = blockIdx.x * share, count = min(share, columns - first);
   const int64_t start = static_cast<int64_t>(blockIdx.y) * columns + first;
   Held<T, V, kValues> held;
   held.read(x + start, count, threadIdx.x, blockDim.x);
-  Partial row{block_max(held.maximum(), scratch[0]), 0.0f};
-  row.d = block_sum(held.exponentials(base_of(row.m), logarithm), scratch[1]);
-  const float m = row.m;
-#if __CUDA_ARCH__ >= 900
-  if (gridDim.x > 1) {
-    const cg::cluster_group cluster = cg::this_cluster();
-    cluster.sync();  // every block runs: its shared memory may be written
-    if (threadIdx.x < gridDim.x) *cluster.map_shared_rank(&parts[cluster.block_rank()], threadIdx.x) = row;
-    cluster.sync();
-    row = parts[0];
-    for (unsigned i = 1; i < gridDim.x; ++i) row = merge(row, parts[i]);
-  }
-#endif
+  const float m = held.maximum();
+  const Partial part{m, held.exponentials(base_of(m), logarithm)};
+  const Partial row = merge_threads(parts, part, static_cast<int>(gridDim.x));
   held.write(y + start, count, threadIdx.x, blockDim.x, m, row, logarithm);
 }
 
-// The same for aligned long rows, by clusters that stay: the next row's share is on its way to shared memory (one bulk
-// copy) while this row, in registers, is reduced, exchanged and written. Values a thread: kValues.
-template <class T, int kValues>
-__global__ void __launch_bounds__(kMaxThreads)
-    softmax_cluster(const T* x, T* y, int64_t rows, int columns, int share, bool logarithm) {
+// The same for aligned rows, by more columns a thread than fit its registers: the others are in shared memory, copied
+// there and read again by the same thread. No early release: with clusters waiting beside it this kernel was 10 %
+// slower.
+template <class T>
+__global__ void __launch_bounds__(kClusterThreads, kClusterBlocks)
+    softmax_cluster(const T* x, T* y, int columns, int share, bool logarithm) {
 #if __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) unsigned char storage[];
-  __shared__ float scratch[2][kWarp];
-  __shared__ Partial parts[2][kMaxCluster];
-  __shared__ uint64_t arrived;
+  constexpr int kV{kWide<T>}, kHeld{kClusterThreads * kClusterValues};
+  extern __shared__ __align__(16) unsigned char storage[];
+  __shared__ Parts parts;
+  T* const others = reinterpret_cast<T*>(storage) + threadIdx.x * kV;
+  cg::this_cluster().barrier_arrive();
   dependency_wait();
-  dependency_release();
-  const cg::cluster_group cluster = cg::this_cluster();
-  const int size = static_cast<int>(cluster.num_blocks()), rank = static_cast<int>(cluster.block_rank());
-  const int first = rank * share, count = max(0, min(share, columns - first));
-  const int64_t stride = gridDim.x / size;
-  T* const buffer = reinterpret_cast<T*>(storage);
-  const auto fetch = [&](int64_t row) {
-    if (threadIdx.x == 0 && row < rows && count > 0)
-      bulk_copy(buffer, x + row * columns + first, count * sizeof(T), &arrived);
+  const int first = blockIdx.x * share, count = min(share, columns - first);
+  const int64_t start = static_cast<int64_t>(blockIdx.y) * columns + first;
+  // f(values of this thread, place) of the part in shared memory, `place` from its start and the thread's.
+  const int end = count - kHeld - static_cast<int>(threadIdx.x) * kV;
+  const auto each = [&](auto&& f) {
+#pragma unroll 4
+    for (int c = 0; c < end; c += kClusterThreads * kV) {
+      float v[kV];
+      load(others + c, v);
+      f(v, c);
+    }
   };
-  if (threadIdx.x == 0) barrier_init(&arrived);
-  cluster.sync();  // every block runs: its shared memory may be written
-  fetch(blockIdx.x / size);
-  int phase = 0;
-  for (int64_t row = blockIdx.x / size; row < rows; row += stride, phase ^= 1) {
-    if (count > 0) barrier_wait(&arrived, phase);
-    Held<T, kWide<T>, kValues> held;
-    held.template read<true>(buffer, count, threadIdx.x, blockDim.x);
-    const float m = block_max(held.maximum(), scratch[0]);  // its barrier also says that all have read the buffer
-    fetch(row + stride);
-    const float d = block_sum(held.exponentials(base_of(m), logarithm), scratch[1]);
-    if (static_cast<int>(threadIdx.x) < size) *cluster.map_shared_rank(&parts[phase][rank], threadIdx.x) = {m, d};
-    cluster.sync();
-    Partial merged = parts[phase][0];
-    for (int i = 1; i < size; ++i) merged = merge(merged, parts[phase][i]);
-    held.write(y + row * columns + first, count, threadIdx.x, blockDim.x, m, merged, logarithm);
-  }
+  const int64_t rest = start + kHeld + threadIdx.x * kV;
+#pragma unroll 8
+  for (int c = 0; c < end; c += kClusterThreads * kV) copy_async_16(shared_address(others + c), x + rest + c);
+  copy_async_commit();
+  Held<T, kV, kClusterValues> held;
+  held.read(x + start, min(count, kHeld), threadIdx.x, kClusterThreads);
+  float m = held.maximum();
+  copy_async_wait<0>();
+  each([&](const float (&v)[kV], int) {
+#pragma unroll
+    for (int i = 0; i < kV; ++i) m = fmaxf(m, v[i]);
+  });
+  const float base = base_of(m);
+  float d = held.exponentials(base, logarithm);
+  each([&](const float (&v)[kV], int) {
+#pragma unroll
+    for (int i = 0; i < kV; ++i) d += exp_fast(v[i] - base);
+  });
+  const Partial row = merge_threads(parts, {m, d}, static_cast<int>(gridDim.x));
+  held.write(y + start, min(count, kHeld), threadIdx.x, kClusterThreads, m, row, logarithm);
+  const Scaling to(m, row, logarithm);
+  each([&](float (&v)[kV], int c) {
+#pragma unroll
+    for (int i = 0; i < kV; ++i) v[i] = (logarithm ? v[i] - base : exp_fast(v[i] - base)) * to.scale + to.offset;
+    store(y + rest + c, v);
+  });
 #endif
 }
 
 // Two passes over the row: (m, d) online, then the results.
 template <class T, int V>
 __global__ void __launch_bounds__(kMaxThreads) softmax_online(const T* x, T* y, int64_t columns, bool logarithm) {
-  __shared__ Partial scratch[kWarp];
+  __shared__ Parts parts;
   dependency_wait();
   dependency_release();
   x += blockIdx.x * columns;
@@ -220,17 +274,7 @@ __global__ void __launch_bounds__(kMaxThreads) softmax_online(const T* x, T* y, 
     const float m = fmaxf(part.m, held.maximum());
     part = merge(part, {m, held.exponentials(base_of(m), false)});
   }
-  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  const auto warp_merge = [](Partial p) {
-#pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2)
-      p = merge(p, {__shfl_xor_sync(kAllLanes, p.m, offset), __shfl_xor_sync(kAllLanes, p.d, offset)});
-    return p;
-  };
-  part = warp_merge(part);
-  if (lane == 0) scratch[threadIdx.x / kWarp] = part;
-  __syncthreads();
-  part = warp_merge(lane < warps ? scratch[lane] : Partial{-INFINITY, 0.0f});
+  part = merge_threads(parts, part, 1);
   for (int64_t c = 0; c < columns; c += step) {
     const int count = static_cast<int>(min(step, columns - c));
     held.read(x + c, count, threadIdx.x, blockDim.x);
@@ -270,7 +314,7 @@ BlockShape block_shape(bool wide, int64_t share, const char* op) {
   return best;
 }
 
-// Blocks a row: up to 16384 columns a block, of which two fit on a multiprocessor of the H200.
+// Blocks a row: up to 16384 columns a block, of which kClusterBlocks fit on a multiprocessor of the H200.
 int cluster_size(int64_t columns) {
   int size = 2;
   while (size < kMaxCluster && columns > size * int64_t{16384}) size *= 2;
@@ -302,33 +346,22 @@ void launch_block(const T* x, T* y, int64_t rows, int64_t columns, bool logarith
   const int64_t v = wide ? kWide<T> : 1;
   const int64_t share = (columns + cluster * v - 1) / (cluster * v) * v;
   const BlockShape shape = block_shape<T>(wide, share, "softmax");
-  ClusterLaunch clusters(cluster, shape.threads, 0, launch);
+  BlockKernel<T> kernel = block_kernel<T>(wide, shape.values);
+  int threads = shape.threads, shared = 0;
+  if (cluster > 1 && wide && share > kClusterThreads * kClusterValues) {
+    kernel = softmax_cluster<T>;
+    threads = kClusterThreads;
+    shared = static_cast<int>((share - kClusterThreads * kClusterValues) * sizeof(T));
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what());
+  }
+  ClusterLaunch clusters(cluster, threads, shared, launch);
   constexpr int64_t kGridRows{65535};
   for (int64_t first = 0; first < rows; first += kGridRows) {
     clusters.config.gridDim = dim3(cluster, static_cast<unsigned>(std::min(kGridRows, rows - first)));
-    check(cudaLaunchKernelEx(&clusters.config, block_kernel<T>(wide, shape.values), x + first * columns,
-                             y + first * columns, static_cast<int>(columns), static_cast<int>(share), logarithm),
+    check(cudaLaunchKernelEx(&clusters.config, kernel, x + first * columns, y + first * columns,
+                             static_cast<int>(columns), static_cast<int>(share), logarithm),
           what());
   }
-}
-
-template <class T, class What>
-void launch_cluster(const T* x, T* y, int64_t rows, int64_t columns, bool logarithm, const Launch& launch, What what) {
-  constexpr int64_t kV{kWide<T>};
-  const int cluster = cluster_size(columns);
-  const int64_t share = (columns + cluster * kV - 1) / (cluster * kV) * kV;
-  const int threads = std::max(2 * kWarp, ceil_div(share, kMaxValues * kWarp) * kWarp);
-  const auto kernel = softmax_cluster<T, kMaxValues>;
-  const int shared = static_cast<int>(share * sizeof(T));
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared), what());
-  ClusterLaunch clusters(cluster, threads, shared, launch);
-  clusters.config.gridDim = dim3(cluster);
-  int resident = 0;
-  check(cudaOccupancyMaxActiveClusters(&resident, kernel, &clusters.config), what());
-  clusters.config.gridDim = dim3(static_cast<unsigned>(cluster * std::min<int64_t>(rows, std::max(1, resident))));
-  check(cudaLaunchKernelEx(&clusters.config, kernel, x, y, rows, static_cast<int>(columns), static_cast<int>(share),
-                           logarithm),
-        what());
 }
 
 }  // namespace
@@ -367,8 +400,6 @@ void softmax(const void* x, void* y, int64_t rows, int64_t columns, bool logarit
     } else if (form == SoftmaxForm::online) {
       launch_kernel(launch, what, wide ? softmax_online<T, kV> : softmax_online<T, 1>,
                     dim3(static_cast<unsigned>(rows)), dim3(kMaxThreads), 0, in, out, columns, logarithm);
-    } else if (form == SoftmaxForm::cluster && wide) {
-      launch_cluster(in, out, rows, columns, logarithm, launch, what);
     } else {
       const int cluster = form == SoftmaxForm::block ? 1 : cluster_size(columns);
       launch_block(in, out, rows, columns, logarithm, wide, cluster, launch, what);

@@ -17,7 +17,8 @@ COLUMNS = [1, 2, 3, 17, 63, 172, 255, 256, 331, 1024, 1025, 4099, 8192, 8200, 16
 
 FORMS = [("warp", 37), ("warp", 64), ("warp", 999), ("warp", 1000)]
 FORMS += [("block", 331), ("block", 4096), ("block", 9001), ("block", 32768)]
-FORMS += [("cluster", 4099), ("cluster", 40000), ("online", 1), ("online", 4099), ("online", 8192)]
+FORMS += [("cluster", columns) for columns in (4099, 16384, 40000, 131072)]
+FORMS += [("online", columns) for columns in (1, 4099, 8192)]
 
 
 def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
@@ -53,7 +54,9 @@ def test_softmax_forms(form: str, columns: int, dtype: torch.dtype) -> None:
     check_softmax(normal(3, columns, dtype=dtype) * 4, form)
 
 
-@pytest.mark.parametrize(("form", "columns"), [("warp", 331), ("block", 4099), ("cluster", 16385), ("online", 4099)])
+@pytest.mark.parametrize(
+    ("form", "columns"), [("warp", 331), ("block", 4099), ("cluster", 16385), ("cluster", 128256), ("online", 4099)]
+)
 def test_softmax_hard_rows(form: str, columns: int) -> None:
     x = normal(8, columns)
     x[0] = -torch.inf

@@ -67,12 +67,14 @@ def test_many_draws_and_ties(filters: dict[str, float]) -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("vocab", [331, 5000, 40000, 151936, 262144])
-def test_one_draw_of_every_kernel(vocab: int) -> None:
-    """A block, clusters of 2 and 8, every size of a thread's share; whole steps, so that filters cut among equals."""
+@pytest.mark.parametrize(
+    ("rows", "vocab"), [(1, 331), (1, 5000), (1, 32768), (1, 128256), (1, 151936), (1, 262144), (9, 262144)]
+)
+def test_one_draw_of_every_kernel(rows: int, vocab: int) -> None:
+    """Clusters of 1 to 16 blocks, every size of a thread's share; whole steps, so that filters cut among equals."""
     filters = {"temperature": 1.5, "top_k": 300, "top_p": 0.8, "min_p": 0.001}
-    here, there = (state_of(1, 0, d, filters) for d in (torch.device("cpu"), DEVICE))
-    logits = (torch.randn(1, vocab, generator=torch.Generator().manual_seed(5)) * 2).round()
+    here, there = (state_of(rows, 0, d, filters) for d in (torch.device("cpu"), DEVICE))
+    logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(5)) * 2).round()
     assert ops.sample(logits.to(DEVICE), there).tolist() == reference.sample(logits, here).tolist()
 
 
