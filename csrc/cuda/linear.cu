@@ -29,8 +29,7 @@ int compiled_architecture() {
 DecodePlan plan_here(const LinearWeight& w, DType x_dtype, int m, bool aligned) {
   const DecodePlan plan =
       plan_decode(w, x_dtype, m, aligned, device_attribute(cudaDevAttrMultiProcessorCount),
-                  device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024,
-                  device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / 2 - 1024, compiled_architecture());
+                  device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024, compiled_architecture());
   if (plan.grid == 0) {
     throw std::invalid_argument(describe(w, x_dtype, m) + ": K is too long for the shared memory of this card");
   }

@@ -272,6 +272,14 @@ struct RowTarget {
   int first_column;
 };
 
+__device__ __forceinline__ float squares(const Chunk<false>& chunk) {
+  float v[8], sum{0.0f};
+  chunk.unpack(v);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum = fmaf(v[i], v[i], sum);
+  return sum;
+}
+
 // Brings bf16 activations of a row to the stage: x, or h with its sums of squares. Returns the largest magnitude of x.
 template <bool Aligned>
 __device__ __forceinline__ uint32_t stage_row(const DecodeArgs& a, const WarpShare& share, int row, uint8_t* stage,
@@ -283,13 +291,12 @@ __device__ __forceinline__ uint32_t stage_row(const DecodeArgs& a, const WarpSha
     if constexpr (Aligned) {
 #pragma unroll 1
       for (int k = begin; k - 8 * lane < share.last; k += step) {  // all lanes together
-        float v[8], sum{0.0f};
+        float sum{0.0f};
         if (k < share.last) {
           const Chunk<false> h = load_sum(a, row, k, keep);
           *place(k) = h.word[0];
-          h.unpack(v);
-#pragma unroll
-          for (int i = 0; i < 8; ++i) sum = fmaf(v[i], v[i], sum);
+
+          sum = squares(h);
         }
         sum = norm_step_sum(sum);
         if (lane % 16 == 0 && k < share.last) step_sums[k / kStepK] = sum;
@@ -315,23 +322,33 @@ __device__ __forceinline__ uint32_t stage_row(const DecodeArgs& a, const WarpSha
   return largest;
 }
 
-// Norms what is staged, in place, as rms_norm rounds it. Returns the largest magnitude.
+__device__ __forceinline__ float norm_factor(const DecodeArgs& a, const float* step_sums) {
+  return rsqrtf(norm_row_sum(step_sums, a.steps) * (1.0f / static_cast<float>(a.k)) + a.eps);
+}
+
+// As rms_norm rounds it.
+__device__ __forceinline__ Chunk<false> normed(const DecodeArgs& a, const Chunk<false>& chunk, float factor,
+                                               const float (&gain)[8]) {
+  float v[8];
+  chunk.unpack(v);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = v[i] * factor * (a.plus_one ? 1.0f + gain[i] : gain[i]);
+  return pack_chunk(v);
+}
+
+// Norms what is staged, in place. Returns the largest magnitude.
 __device__ __forceinline__ uint32_t norm_staged(const DecodeArgs& a, const WarpShare& share, uint8_t* stage,
                                                 const float* step_sums) {
   const int begin = share.begin();
   float gain[8];
   if (begin < min(share.last, a.k)) load_constant(a.gain + begin, gain);
-  const float factor = rsqrtf(norm_row_sum(step_sums, a.steps) / static_cast<float>(a.k) + a.eps);
+
+  const float factor = norm_factor(a, step_sums);
   uint32_t largest{0};
 #pragma unroll 1
   for (int k = begin; k < min(share.last, a.k); k += share.step()) {
     uint4* const at = reinterpret_cast<uint4*>(stage + 2 * k);
-    Chunk<false> chunk{{*at}};
-    float v[8];
-    chunk.unpack(v);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = v[i] * factor * (a.plus_one ? 1.0f + gain[i] : gain[i]);
-    chunk = pack_chunk(v);
+    const Chunk<false> chunk = normed(a, {{*at}}, factor, gain);
     *at = chunk.word[0];
     largest = max(largest, chunk.largest());
     if (k + share.step() < min(share.last, a.k)) load_constant(a.gain + k + share.step(), gain);
@@ -339,65 +356,52 @@ __device__ __forceinline__ uint32_t norm_staged(const DecodeArgs& a, const WarpS
   return largest;
 }
 
-// Planes of a row from its staged (fp32: its own) activations; digit sums of groups go to `sums`, of slices to
-// `slice_sums`.
-template <WeightFormat F, bool Grouped, int D, int C, bool Aligned>
-__device__ __forceinline__ void emit_row(const DecodeArgs& a, const WarpShare& share, int row, const RowTarget& to,
-                                         float inverse, int* sums, int* slice_sums) {
-  constexpr bool kFloat{kFloatActivations<F, D>};
-  const int lane = threadIdx.x % kWarp;
-  int total[D]{};
-#pragma unroll 1
-  for (int k = share.begin(); k - 8 * lane < share.last; k += share.step()) {  // all lanes together
-    int sum[D]{};
-    float v[8];
-    if (k < share.last) {
-      Chunk<kFloat> chunk;
-      if constexpr (kFloat) {
-        chunk = load_chunk<true, Aligned>(a, row, k, share.last);
-      } else {
-        chunk.word[0] = *reinterpret_cast<const uint4*>(to.stage + 2 * k);
-      }
-      chunk.unpack(v);
-    }
-    __syncwarp();  // neighbours have read what this lane may write over
-    if (k < share.last) {
-      const int at = k - to.first_column;
-      // In digit columns, a lane of the tile finds 8 columns and the 8 that are 32 further side by side.
-      const int offset =
-          kDigitColumns<F, D> ? at / 64 * 128 + at / 8 % 4 * 32 + at / 32 % 2 * 8 : at * D * Format<F>::kPlaneBytes;
-      store_planes<F, D>(to.planes + offset, v, inverse, sum);
-    }
-    if constexpr (Grouped) {
-      const int lanes = (1 << a.group_shift) / 8;
-#pragma unroll
-      for (int d = 0; d < D; ++d) {
-#pragma unroll
-        for (int offset = 1; offset < 16; offset *= 2) {
-          const int other = __shfl_xor_sync(kAllLanes, sum[d], offset);
-          if (offset < lanes) sum[d] += other;
-        }
-      }
-      if (k < share.last && lane % lanes == 0) {
-        int* const at = sums + ((k - to.first_column) >> a.group_shift) * kGroupWords<D> * C + row;
-        if constexpr (D == 2) {
-          *at = sum[0] * 256 + sum[1];
-        } else {
-#pragma unroll
-          for (int d = 0; d < D; ++d) at[d * C] = sum[d];
-        }
-      }
-    } else {
-#pragma unroll
-      for (int d = 0; d < D; ++d) total[d] += sum[d];
-    }
-  }
-  if constexpr (Format<F>::kInteger && !Grouped) {
+// Writes 8 activations at column k (`in`: of the slice) as planes, and digit sums of groups; all lanes together. Adds
+// the digits to `total` where the sums are those of slices.
+template <WeightFormat F, bool Grouped, int D, int C, class Load>
+__device__ __forceinline__ void emit(const DecodeArgs& a, int row, int k, bool in, const RowTarget& to, float inverse,
+                                     int* sums, int (&total)[D], Load load) {
+  const int lane = threadIdx.x % kWarp, at = k - to.first_column;
+  int sum[D]{};
+  float v[8];
+  if (in) load(v);
+  __syncwarp();  // neighbours have read what this lane may write over
+  // In digit columns, a lane of the tile finds 8 columns and the 8 that are 32 further side by side.
+  const int offset =
+      kDigitColumns<F, D> ? at / 64 * 128 + at / 8 % 4 * 32 + at / 32 % 2 * 8 : at * D * Format<F>::kPlaneBytes;
+  if (in) store_planes<F, D>(to.planes + offset, v, inverse, sum);
+  if constexpr (Grouped) {
+    const int lanes = (1 << a.group_shift) / 8;
 #pragma unroll
     for (int d = 0; d < D; ++d) {
-      const int all = __reduce_add_sync(kAllLanes, total[d]);
-      if (lane == 0) atomicAdd(slice_sums + share.slice * D + d, all);
+#pragma unroll
+      for (int offset = 1; offset < 16; offset *= 2) {
+        const int other = __shfl_xor_sync(kAllLanes, sum[d], offset);
+        if (offset < lanes) sum[d] += other;
+      }
     }
+    if (in && lane % lanes == 0) {
+      int* const target = sums + (at >> a.group_shift) * kGroupWords<D> * C + row;
+      if constexpr (D == 2) {
+        *target = sum[0] * 256 + sum[1];
+      } else {
+#pragma unroll
+        for (int d = 0; d < D; ++d) target[d * C] = sum[d];
+      }
+    }
+  } else {
+#pragma unroll
+    for (int d = 0; d < D; ++d) total[d] += sum[d];
+  }
+}
+
+// Adds a warp's digits to the sums of its slice, D neighbours.
+template <int D>
+__device__ __forceinline__ void add_digits(const int (&total)[D], int* slice_sums) {
+#pragma unroll
+  for (int d = 0; d < D; ++d) {
+    const int all = __reduce_add_sync(kAllLanes, total[d]);
+    if (threadIdx.x % kWarp == 0) atomicAdd(slice_sums + d, all);
   }
 }
 
@@ -438,11 +442,62 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
   const int in_part = share.slice & (p.block_slices() - 1);
   int* const sums = reinterpret_cast<int*>(image + p.sums_at);
   if (share.sub == 0 && lane == 0) reinterpret_cast<float*>(image + p.scales_at)[in_part * C + row] = scale;
-  emit_row<F, Grouped, D, C, Aligned>(a, share, row, to, inverse, sums, scratch.sums);
+  int total[D]{};
+#pragma unroll 1
+  for (int k = share.begin(); k - 8 * lane < share.last; k += share.step()) {  // all lanes together
+    emit<F, Grouped, D, C>(a, row, k, k < share.last, to, inverse, sums, total, [&](float (&v)[8]) {
+      Chunk<kFloat> chunk;
+      if constexpr (kFloat) {
+        chunk = load_chunk<true, Aligned>(a, row, k, share.last);
+      } else {
+        chunk.word[0] = *reinterpret_cast<const uint4*>(to.stage + 2 * k);
+      }
+      chunk.unpack(v);
+    });
+  }
   if constexpr (kSummed) {
+    add_digits<D>(total, scratch.sums + share.slice * D);
     __syncthreads();
     if (share.sub == 0 && lane < D) sums[(in_part * D + lane) * C + row] = scratch.sums[share.slice * D + lane];
   }
+}
+
+// The same for a row of which every thread has at most 8 activations, which stay in registers, in a block that has all
+// slices: the way of a layer's projections at one row of x. Waits for the kernel ahead itself, gains in hand.
+template <WeightFormat F, bool Grouped, int D>
+__device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, uint8_t* image, RowScratch<D>& scratch) {
+  constexpr bool kScaled{Format<F>::kScaled}, kSummed{Format<F>::kInteger && !Grouped};
+  const DecodePlan& p = a.plan;
+  const WarpShare share(a, 0, p.block_log);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, k = share.begin();
+  const bool in = k < share.last, known = in && k < a.k;
+  int* const sums = reinterpret_cast<int*>(image + p.sums_at);
+  if (kSummed && threadIdx.x < kMaxSlices * D) sums[threadIdx.x] = 0;
+  float gain[8]{};
+  if (known && a.gain != nullptr) load_constant(a.gain + k, gain);
+  dependency_wait();
+  dependency_release();
+  Chunk<false> x{};
+  if (known) x = load_sum(a, 0, k, a.h != nullptr && blockIdx.x == 0);
+  if (a.gain != nullptr) {
+    const float sum = norm_step_sum(squares(x));
+    if (in && lane % kNormLanes == 0) scratch.steps[k / kStepK] = sum;
+    __syncthreads();
+    x = normed(a, x, norm_factor(a, scratch.steps), gain);
+  }
+  float inverse{1.0f}, scale{1.0f};
+  if constexpr (kScaled) {
+    const uint32_t mine = __reduce_max_sync(kAllLanes, x.largest());
+    if (lane == 0) scratch.largest[warp] = mine;
+    __syncthreads();
+    const uint32_t largest = scratch.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
+    inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
+  }
+  if (share.sub == 0 && lane == 0) reinterpret_cast<float*>(image + p.scales_at)[share.slice] = scale;
+  int total[D]{};
+  const RowTarget to{image + p.planes_at, nullptr, 0};
+  emit<F, Grouped, D, 1>(a, 0, k, in, to, inverse, sums, total, [&](float (&v)[8]) { x.unpack(v); });
+  if constexpr (kSummed) add_digits<D>(total, sums + share.slice * D);
 }
 
 // One block per row, for plans whose blocks copy their part's image instead of preparing it again.
@@ -463,10 +518,18 @@ __global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __g
               : prepare_row<F, Grouped, D, C, false>(a, row, share, scratch, to, image);
 }
 
-// The block's image, into shared memory; `scratch` there holds a RowScratch.
+// Waits for the kernel ahead and brings the block's image to shared memory; `scratch` there holds a RowScratch.
 template <WeightFormat F, bool Grouped, int D, int C>
 __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, void* scratch, int part) {
   const DecodePlan& p = a.plan;
+  if constexpr (C == 1 && !kFloatActivations<F, D>) {
+    if (a.images == nullptr && p.short_row) {
+      prepare_short_row<F, Grouped, D>(a, image, *static_cast<RowScratch<D>*>(scratch));
+      return;
+    }
+  }
+  dependency_wait();
+  dependency_release();
   if (C == 1 && a.images == nullptr) {
     const int first_column = slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK;
     uint8_t* const planes = image + p.planes_at;

@@ -113,7 +113,8 @@ __global__ void __launch_bounds__(kNormMaxThreads) norm_kernel(NormArgs a) {
 #pragma unroll
     for (int j = 0; j < V; ++j) sums[i] = fmaf(v[i][j] - mean, v[i][j] - mean, sums[i]);
   }
-  const float factor = rsqrtf(row_sum(sums, scratch[1] + row_scratch) / count + a.eps);
+
+  const float factor = rsqrtf(row_sum(sums, scratch[1] + row_scratch) * (1.0f / count) + a.eps);
 #pragma unroll
   for (int i = 0; i < kHeld; ++i)
     if (column(i) < a.columns) row.finish(a, v[i], column(i), mean, factor);
