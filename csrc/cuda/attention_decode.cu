@@ -21,22 +21,22 @@ constexpr int kTile{16};  // positions a warp takes at a time
 // ---- how a row's positions are divided: by its own interval and the numbers of heads, never by batch or capacity ----
 
 constexpr int kClusterBlocks{8};            // where the card has clusters; without them every block stands alone
-constexpr int kLeastSpan{64};               // positions of a block at least: a tile for each warp
-constexpr int kPartPositions{256};          // positions of a block from which on a second cluster is worth its merge
+constexpr int kLeastSpan{64};               // spans are multiples of it: a tile for each warp
+constexpr int kPartPositions{256};          // positions of a part from which on a second cluster is worth its merge
 constexpr int kBlocksPerRow{64};            // of a long row
 static_assert(kPartPositions >= kMinSpan);  // attention_workspace() counts splits of that size
 
 // Clusters are a power of two, so that finding one's place takes no division.
 struct Plan {
   int length;
-  int span;  // positions a part, a multiple of kTile
+  int span;  // positions a part
 
   template <int kCluster>
   __device__ __forceinline__ static Plan of(Interval range, int most_clusters) {
     const int length = range.end - range.first, over = max(length - 1, 0) / (kCluster * kPartPositions);
     const int parts = kCluster * min(most_clusters, 1 << (kWarp - __clz(over)));
     const int even = (length + parts - 1) >> (31 - __clz(parts));
-    return {length, max(kLeastSpan, (even + kTile - 1) / kTile * kTile)};
+    return {length, (max(even, 1) + kLeastSpan - 1) / kLeastSpan * kLeastSpan};
   }
   __device__ __forceinline__ int parts() const { return (length + span - 1) / span; }
 };
@@ -47,9 +47,9 @@ template <int D>
 constexpr int kWarpsOf{D == 256 ? 2 : 4};
 
 // Bytes of a block's tiles; they change the time, never the result. Measured on the H200.
-constexpr int kManyBlocks{64 << 10};  // batches: three blocks a multiprocessor
-constexpr int kBeside{96 << 10};  // one row: the next kernel's block (107 KB) fits beside; cards of 99 KB take it too
-constexpr int kLongRows{192 << 10};  // long rows, whose reads alone fill the device
+constexpr int kSeveralParts{64 << 10};  // batches: a block takes several parts one after the other
+constexpr int kBeside{96 << 10};        // the next kernel's block (107 KB) fits beside; cards of 99 KB take it too
+constexpr int kLongRows{192 << 10};     // long rows, whose reads alone fill the device
 constexpr int kLongCapacity{16384};
 
 // A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
@@ -190,8 +190,8 @@ struct HeadArgs {
   bool plus_one;
 };
 
-// A block's query heads after norm and rotation, and the new position's key and value. A row of padding keeps the
-// reads of eight heads off each other's banks.
+// A block's query heads after norm and rotation, and the new position's key and value. A row of padding keeps the reads
+// of eight heads off each other's banks.
 template <int D>
 struct Prepared {
   bf16 q[kHeads][D + 8];
@@ -288,11 +288,11 @@ struct Share {
 
   template <int kCluster, bool kPlain>
   __device__ __forceinline__ static Share of(const AttentionArgs& a, int64_t row, int slot, int position,
-                                             int most_clusters) {
+                                             int most_clusters, int parts) {
     const Interval range = kPlain ? attended_plain(a, slot, position) : attended(a, row, slot, position);
     const Plan plan = Plan::of<kCluster>(range, most_clusters);
-    const int begin = range.first + static_cast<int>(blockIdx.x) * plan.span;
-    return {slot, position, range, plan, begin, min(range.end, begin + plan.span)};
+    const int span = parts * plan.span, begin = range.first + static_cast<int>(blockIdx.x) * span;
+    return {slot, position, range, plan, begin, min(range.end, begin + span)};
   }
   __device__ __forceinline__ bool empty() const { return begin >= end; }
 };
@@ -300,7 +300,7 @@ struct Share {
 // Asks L2 for the tiles of a short row; those of a long one would be gone from L2 before their turn.
 template <int D>
 __device__ __forceinline__ void prefetch_tiles(const AttentionArgs& a, const Share& share, int kv_head) {
-  if (share.empty() || share.plan.span > kPartPositions) return;
+  if (share.end - share.begin > 2 * kPartPositions) return;
   const int64_t first = static_cast<int64_t>(share.begin) * D * 2;
   const int bytes = (share.end - share.begin) * D * 2;
   const char* const k = static_cast<const char*>(cache_row(a.k, a, share.slot, kv_head)) + first;
@@ -343,25 +343,29 @@ __device__ __forceinline__ Triple merge(int count, Statistics statistics, Output
   return t;
 }
 
-// Where the ring was: behind each other in every warp's share, its output, then the parts of some of the cluster's
-// blocks (of rank 0 only). A share is done with by its own warp alone, so no barrier comes before.
+// Where outputs of the warps and (in the cluster's first block) of the parts lie. With one part a block, where the ring
+// was: behind each other in every warp's share, its output, then some parts. A share is done with by its own warp
+// alone, so no barrier comes before. With several parts the ring goes on; they lie behind it.
 template <int D, int kBytes>
 struct MergeSpace {
   using R = Ring<D, kBytes>;
+  static constexpr bool kBehind{kBytes == kSeveralParts};
   static constexpr int kPitch{D + 4};  // keeps the lanes' stores off each other's banks
   static constexpr int kOutputBytes{kHeads * (kPitch * 4 + 8)};
   static constexpr int kPartBytes{kHeads * (D * 4 + 8)};
-  static_assert(kOutputBytes + (kClusterBlocks + R::kWarps - 1) / R::kWarps * kPartBytes <= R::kWarpBytes);
+  static constexpr int kShare{kBehind ? kOutputBytes + kClusterBlocks / R::kWarps * kPartBytes : R::kWarpBytes};
+  static_assert(kOutputBytes + kClusterBlocks / R::kWarps * kPartBytes <= kShare && kClusterBlocks % R::kWarps == 0);
   unsigned char* storage;
 
+  __device__ __forceinline__ explicit MergeSpace(unsigned char* ring) : storage(ring + (kBehind ? kBytes : 0)) {}
   __device__ __forceinline__ float* output(int warp, int h) const {
-    return reinterpret_cast<float*>(storage + warp * R::kWarpBytes) + h * kPitch;
+    return reinterpret_cast<float*>(storage + warp * kShare) + h * kPitch;
   }
   __device__ __forceinline__ float2* statistics(int warp) const {
-    return reinterpret_cast<float2*>(storage + warp * R::kWarpBytes + kHeads * kPitch * 4);
+    return reinterpret_cast<float2*>(storage + warp * kShare + kHeads * kPitch * 4);
   }
   __device__ __forceinline__ float* part(int rank, int h) const {
-    const int at = rank % R::kWarps * R::kWarpBytes + kOutputBytes + rank / R::kWarps * kPartBytes;
+    const int at = rank % R::kWarps * kShare + kOutputBytes + rank / R::kWarps * kPartBytes;
     return reinterpret_cast<float*>(storage + at) + h * D;
   }
   __device__ __forceinline__ float2* part_statistics(int rank) const {
@@ -371,14 +375,16 @@ struct MergeSpace {
 
 // ---- kernel ----
 
-// Grid (parts, kv_heads * head groups, rows); parts in clusters. Warps take tiles in turn; their triples are merged in
-// the order of warps, then of blocks, then of clusters.
+// Grid (blocks, kv_heads * head groups, rows); a block takes per_block parts, kClusterBlocks parts are a cluster. Warps
+// take tiles in turn; their triples are merged in the order of warps, then of parts, then of clusters.
 template <int D, int kBytes, bool kOptions, bool kFused>
 __global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 4)
     attention_decode_kernel(const __grid_constant__ AttentionArgs a, const __grid_constant__ HeadArgs head_args,
-                            int64_t first_row, int groups, int most_clusters) {
+                            int64_t first_row, int groups, int most_clusters, int parts_of_block) {
   using R = Ring<D, kBytes>;
   constexpr int kCluster{kArchitecture >= 90 ? kClusterBlocks : 1};
+  constexpr bool kSeveral{kBytes == kSeveralParts};
+  const int per_block = kSeveral ? parts_of_block : 1;
   extern __shared__ __align__(128) unsigned char storage[];
   __shared__ __align__(16) Prepared<kFused ? D : 0> prepared;
   __shared__ uint64_t received;  // in the cluster's first block: reports of the parts
@@ -386,22 +392,27 @@ __global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 4)
   const int per_kv = a.heads / a.kv_heads, kv_head = blockIdx.y / groups;
   const int in_group = blockIdx.y % groups * kHeads, first_head = kv_head * per_kv + in_group;
   const int heads = min(kHeads, per_kv - in_group);
-  const int part = blockIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
-  if (kCluster > 1 && part % kCluster == 0 && threadIdx.x == 0) cluster_init(&received);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
+  const int first_part = blockIdx.x * per_block, first_rank = first_part % kCluster;  // of all, of its cluster
+  if (kCluster > 1 && first_rank == 0 && threadIdx.x == 0) cluster_init(&received);
+  __syncwarp();
+  if constexpr (kSeveral) cluster_arrive();
   // Where the row stands may change until the wait; a guess from before it is right but for the step after a change,
   // and what it is used for then is done again. It is read around L1, which would keep it.
   Share share{};
   if constexpr (kFused) {
     const int guess = __ldcg(a.positions + row);
-    share = Share::of<kCluster, true>(a, row, guess < a.capacity ? __ldcg(a.slots + row) : -1, guess, most_clusters);
+    share = Share::of<kCluster, true>(a, row, guess < a.capacity ? __ldcg(a.slots + row) : -1, guess, most_clusters,
+                                      per_block);
     prefetch_tiles<D>(a, share, kv_head);
   }
   dependency_wait();
   RawHeads<D> raw;
   if constexpr (kFused) raw.read(a, row, first_head, heads, kv_head);
   const int slot = a.slots[row], position = a.positions[row];
-  if constexpr (!kFused) share = Share::of<kCluster, false>(a, row, slot, position, most_clusters);
-  constexpr int kStep{R::kWarps * kTile};
+  if constexpr (!kFused) share = Share::of<kCluster, false>(a, row, slot, position, most_clusters, per_block);
+  constexpr int kStep{R::kWarps * kTile}, kQuads{D / 4}, kRounds{(kHeads * kQuads + R::kThreads - 1) / R::kThreads};
+  static_assert(kLeastSpan % kStep == 0);
 #pragma unroll 1
   for (;;) {
     if (!share.empty()) {
@@ -417,12 +428,12 @@ __global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 4)
     if (!kFused || (share.slot == slot && share.position == position)) break;
     copy_async_wait<0>();
     __syncwarp();
-    share = Share::of<kCluster, true>(a, row, slot, position, most_clusters);
+    share = Share::of<kCluster, true>(a, row, slot, position, most_clusters, per_block);
   }
   bf16* const out = static_cast<bf16*>(a.out) + (row * a.heads + first_head) * D;
   const Plan plan = share.plan;
   if (share.empty()) {
-    if (plan.length == 0 && part == 0)
+    if (plan.length == 0 && first_part == 0)
       for (int i = threadIdx.x; i < heads * D; i += R::kThreads) out[i] = from_float<bf16>(0.0f);
     return;
   }
@@ -449,112 +460,125 @@ __global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 4)
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       q[c][i] = g < heads ? *reinterpret_cast<const uint32_t*>(query + 16 * c + 8 * i + 2 * j) : 0u;
-  Accumulator<D, kBytes> sum;
-  float s[4];  // the scores of the tile at hand
-  const auto scores = [&](float (&to)[4], int stage, int at) {
-    if constexpr (kFused) {
-      if (newest && position >= at && position < at + kTile)
-        ring.insert(stage, position - at, &prepared.key_value[0][0]);
-    }
-    sum.dots(to, ring, stage, q);
-  };
-  const auto next = [](int stage) { return stage + 1 == R::kStages ? 0 : stage + 1; };
-  if (R::kAhead && p < end) {
-    copy_async_wait<R::kStages - 2>();
-    __syncwarp();
-    scores(s, 0, p);
-  }
-#pragma unroll 1
-  for (int stage = 0; p < end; p += kStep, stage = next(stage)) {
-    if constexpr (!R::kAhead) {
-      copy_async_wait<R::kStages - 2>();
-      __syncwarp();  // this tile has arrived for every lane, and every lane is done with the one before
-    }
-    const int far = p + (R::kStages - 1) * kStep;
-    if (far < end) {
-      ring.fetch(stage == 0 ? R::kStages - 1 : stage - 1, far);
-    } else {
-      dependency_release();
-    }
-    copy_async_commit();
-    float ahead[4];
-    if constexpr (R::kAhead) {
-      copy_async_wait<R::kStages - 2>();
-      __syncwarp();
-      if (p + kStep < end) scores(ahead, next(stage), p + kStep);
-    } else {
-      scores(s, stage, p);
-    }
-    uint32_t p0, p1;
-    sum.template weigh<kOptions>(a, s, row, position, first_head, p, end, g, j, p0, p1);
-    sum.add(ring, stage, p0, p1);
-    if constexpr (R::kAhead) {
-      __syncwarp();  // done with this tile
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[i] = ahead[i];
-    }
-  }
-
   const int parts = plan.parts(), clusters = (parts + kCluster - 1) / kCluster;
-  const int rank = part % kCluster, ranks = min(kCluster, parts - (part - rank));  // blocks with work in this cluster
-  const MergeSpace<D, kBytes> space{storage};
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-#pragma unroll
-    for (int offset = 4; offset < kWarp; offset *= 2)
-      sum.l[h] = __fadd_rn(sum.l[h], __shfl_xor_sync(kAllLanes, sum.l[h], offset));
-  }
-  __syncwarp();
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if (2 * j + h >= heads) continue;
-    if (g == 0) space.statistics(warp)[2 * j + h] = {sum.m[h], sum.l[h]};
-    float* const to = space.output(warp, 2 * j + h) + g;
-#pragma unroll
-    for (int c = 0; c < D / 16; ++c) {
-      to[16 * c] = sum.o[c][h];
-      to[16 * c + 8] = sum.o[c][2 + h];
-    }
-  }
-  if (ranks > 1) cluster_arrive();  // what was read from this warp's ring has been used: others may write there
-  __syncthreads();
-
+  const int ranks = min(kCluster, parts - (first_part - first_rank));  // parts of this cluster
+  const MergeSpace<D, kBytes> space(storage);
   const auto finish = [&](int h, int d, const Triple& t) {
     if (clusters > 1) {
-      const Partials partials(a, row, first_head + h, gridDim.x / kCluster);
-      *reinterpret_cast<float4*>(partials.outputs + static_cast<int64_t>(part / kCluster) * D + d) = t.o;
-      if (d == 0) partials.statistics[part / kCluster] = {t.m, t.l};
+      const Partials partials(a, row, first_head + h, gridDim.x * per_block / kCluster);
+      *reinterpret_cast<float4*>(partials.outputs + static_cast<int64_t>(first_part / kCluster) * D + d) = t.o;
+      if (d == 0) partials.statistics[first_part / kCluster] = {t.m, t.l};
     } else {
       const float inverse = t.l == 0.0f ? 0.0f : __fdividef(1.0f, t.l);
       *reinterpret_cast<uint2*>(out + h * D + d) = {pack2<bf16>(__fmul_rn(t.o.x, inverse), __fmul_rn(t.o.y, inverse)),
                                                     pack2<bf16>(__fmul_rn(t.o.z, inverse), __fmul_rn(t.o.w, inverse))};
     }
   };
-  // Quads of the output, (head, d .. d + 3); a thread keeps its own throughout.
-  constexpr int kQuads{D / 4}, kRounds{(kHeads * kQuads + R::kThreads - 1) / R::kThreads};
-  Triple merged[kRounds];
+  const auto next = [](int stage) { return stage + 1 == R::kStages ? 0 : stage + 1; };
+  int stage{0};
+#pragma unroll 1
+  for (int n = 0;; ++n) {  // parts; spans hold whole rounds of the warps, so
+                           // that the ring just goes on
+    const int part_end = kSeveral ? min(end, begin + (n + 1) * plan.span) : end;
+    Accumulator<D, kBytes> sum;
+    float s[4];  // the scores of the tile at hand
+    const auto scores = [&](float (&to)[4], int stage, int at) {
+      if constexpr (kFused) {
+        if (newest && position >= at && position < at + kTile)
+          ring.insert(stage, position - at, &prepared.key_value[0][0]);
+      }
+      sum.dots(to, ring, stage, q);
+    };
+    if (R::kAhead && p < end) {
+      copy_async_wait<R::kStages - 2>();
+      __syncwarp();
+      scores(s, 0, p);
+    }
+#pragma unroll 1
+    for (; p < part_end; p += kStep, stage = next(stage)) {
+      if constexpr (!R::kAhead) {
+        copy_async_wait<R::kStages - 2>();
+        __syncwarp();  // this tile has arrived for every lane, and every lane is
+                       // done with the one before
+      }
+      const int far = p + (R::kStages - 1) * kStep;
+      if (far < end) {
+        ring.fetch(stage == 0 ? R::kStages - 1 : stage - 1, far);
+      } else {
+        dependency_release();
+      }
+      copy_async_commit();
+      float ahead[4];
+      if constexpr (R::kAhead) {
+        copy_async_wait<R::kStages - 2>();
+        __syncwarp();
+        if (p + kStep < end) scores(ahead, next(stage), p + kStep);
+      } else {
+        scores(s, stage, p);
+      }
+      uint32_t p0, p1;
+      sum.template weigh<kOptions>(a, s, row, position, first_head, p, end, g, j, p0, p1);
+      sum.add(ring, stage, p0, p1);
+      if constexpr (R::kAhead) {
+        __syncwarp();  // done with this tile
 #pragma unroll
-  for (int n = 0; n < kRounds; ++n) {
-    const int i = threadIdx.x + n * R::kThreads, h = i / kQuads, d = i % kQuads * 4;
-    if (h >= heads) break;
-    merged[n] = merge<R::kWarps>(
-        R::kWarps, [&](int w) { return space.statistics(w)[h]; },
-        [&](int w) { return *reinterpret_cast<const float4*>(space.output(w, h) + d); });
-    if (ranks == 1) finish(h, d, merged[n]);
+        for (int i = 0; i < 4; ++i) s[i] = ahead[i];
+      }
+    }
+
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int offset = 4; offset < kWarp; offset *= 2)
+        sum.l[h] = __fadd_rn(sum.l[h], __shfl_xor_sync(kAllLanes, sum.l[h], offset));
+    }
+    if (kSeveral && n > 0) __syncthreads();  // the outputs of the part before have been read
+    __syncwarp();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (2 * j + h >= heads) continue;
+      if (g == 0) space.statistics(warp)[2 * j + h] = {sum.m[h], sum.l[h]};
+      float* const to = space.output(warp, 2 * j + h) + g;
+#pragma unroll
+      for (int c = 0; c < D / 16; ++c) {
+        to[16 * c] = sum.o[c][h];
+        to[16 * c + 8] = sum.o[c][2 + h];
+      }
+    }
+    if (!kSeveral && ranks > 1) cluster_arrive();  // what was read from this warp's ring has been used
+    __syncthreads();
+
+    // Quads of the output, (head, d .. d + 3); a thread keeps its own throughout.
+    Triple merged[kRounds];
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      const int i = threadIdx.x + r * R::kThreads, h = i / kQuads, d = i % kQuads * 4;
+      if (h >= heads) break;
+      merged[r] = merge<R::kWarps>(
+          R::kWarps, [&](int w) { return space.statistics(w)[h]; },
+          [&](int w) { return *reinterpret_cast<const float4*>(space.output(w, h) + d); });
+      if (ranks == 1) finish(h, d, merged[r]);
+    }
+    if (ranks > 1) {
+      if (n == 0) {
+        if (first_rank == 0 && threadIdx.x == 0) cluster_expect(&received, ranks * heads * (D * 4 + 8));
+        cluster_wait();
+      }
+      const uint32_t barrier = cluster_address(&received, 0);
+      const int rank = first_rank + n;
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) {
+        const int i = threadIdx.x + r * R::kThreads, h = i / kQuads, d = i % kQuads * 4;
+        if (h >= heads) break;
+        cluster_store(cluster_address(space.part(rank, h) + d, 0), merged[r].o, barrier);
+        if (d == 0)
+          cluster_store(cluster_address(space.part_statistics(rank) + h, 0), float2{merged[r].m, merged[r].l}, barrier);
+      }
+    }
+    if (!kSeveral || part_end == end) break;
   }
   if (ranks > 1) {
-    if (rank == 0 && threadIdx.x == 0) cluster_expect(&received, ranks * heads * (D * 4 + 8));
-    cluster_wait();
-    const uint32_t barrier = cluster_address(&received, 0);
-#pragma unroll
-    for (int n = 0; n < kRounds; ++n) {
-      const int i = threadIdx.x + n * R::kThreads, h = i / kQuads, d = i % kQuads * 4;
-      if (h >= heads) break;
-      cluster_store(cluster_address(space.part(rank, h) + d, 0), merged[n].o, barrier);
-      if (d == 0)
-        cluster_store(cluster_address(space.part_statistics(rank) + h, 0), float2{merged[n].m, merged[n].l}, barrier);
-    }
-    if (rank != 0) return;
+    if (first_rank != 0) return;
     cluster_receive(&received);
 #pragma unroll 1
     for (int i = threadIdx.x; i < heads * kQuads; i += R::kThreads) {
@@ -566,60 +590,70 @@ __global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 4)
     }
   }
   if (clusters == 1 || !arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y), clusters)) return;
-  merge_splits<R::kThreads>(a, row, first_head, heads, clusters, gridDim.x / kCluster,
+  merge_splits<R::kThreads>(a, row, first_head, heads, clusters, gridDim.x * per_block / kCluster,
                             reinterpret_cast<float*>(storage));
 }
 
 // ---- launcher ----
 
-using Kernel = void (*)(AttentionArgs, HeadArgs, int64_t, int, int);
+using Kernel = void (*)(AttentionArgs, HeadArgs, int64_t, int, int, int);
 
 struct Choice {
   Kernel kernel;
-  int bytes;
+  int bytes;      // of shared memory
+  int per_block;  // parts a block takes
 };
 
+// `blocks`: of all rows, without clusters. The result is the same whatever is chosen.
 template <int D, bool kFused>
-Choice choose(const AttentionArgs& a) {
+Choice choose(const AttentionArgs& a, int64_t blocks) {
+  const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
   if constexpr (!kFused) {
-    if (has_options(a)) return {attention_decode_kernel<D, kBeside, true, false>, kBeside};
+    if (has_options(a)) return {attention_decode_kernel<D, kBeside, true, false>, kBeside, 1};
+  } else {
+    constexpr int kStorage{kSeveralParts + kWarpsOf<D> * MergeSpace<D, kSeveralParts>::kShare};
+    const int64_t fit = device_attribute(cudaDevAttrMultiProcessorCount) / blocks;
+    const int per_block =
+        kClusterBlocks / static_cast<int>(std::bit_floor(std::clamp<uint64_t>(fit, 1, kClusterBlocks)));
+    if (per_block > 1 && room >= kStorage && device_attribute(cudaDevAttrClusterLaunch) != 0)
+      return {attention_decode_kernel<D, kSeveralParts, false, true>, kStorage, per_block};
   }
-  if constexpr (kFused) {
-    if (a.rows > 1) return {attention_decode_kernel<D, kManyBlocks, false, true>, kManyBlocks};
-  }
-  const bool room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= kLongRows + 4096;
-  if (a.capacity > kLongCapacity && room) return {attention_decode_kernel<D, kLongRows, false, kFused>, kLongRows};
-  return {attention_decode_kernel<D, kBeside, false, kFused>, kBeside};
+  if (a.capacity > kLongCapacity && room >= kLongRows)
+    return {attention_decode_kernel<D, kLongRows, false, kFused>, kLongRows, 1};
+  return {attention_decode_kernel<D, kBeside, false, kFused>, kBeside, 1};
 }
 
 template <int D, bool kFused>
 void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Launch& launch) {
+  if (a.rows == 0) return;
   const auto what = [&] { return describe(kFused ? "rope_attention" : "attention", a); };
-  const auto [kernel, bytes] = choose<D, kFused>(a);
+  const int groups = ceil_div(a.heads / a.kv_heads, kHeads), per_row = a.kv_heads * groups;
+  auto [kernel, bytes, per_block] = choose<D, kFused>(a, a.rows * per_row);
   cudaFuncAttributes compiled{};
   check(cudaFuncGetAttributes(&compiled, kernel), "attention: cudaFuncGetAttributes");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "attention: cudaFuncSetAttribute");
-  const int groups = ceil_div(a.heads / a.kv_heads, kHeads), per_row = a.kv_heads * groups;
   const int cluster = compiled.ptxVersion >= 90 ? kClusterBlocks : 1;
+  if (cluster == 1) per_block = 1;
   const int most_clusters = static_cast<int>(
       std::bit_floor(static_cast<unsigned>(std::clamp(kBlocksPerRow / (cluster * per_row), 1, kMaxSplits))));
   const int wanted = ceil_div(a.capacity, cluster * kPartPositions);
   const int clusters = std::min(most_clusters, static_cast<int>(std::bit_ceil(static_cast<unsigned>(wanted))));
+  const int blocks = cluster / per_block;  // of a cluster
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  attributes[0].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.blockDim = dim3(kWarpsOf<D> * kWarp);
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = static_cast<cudaStream_t>(launch.stream);
-  config.attrs = cluster > 1 ? attributes : attributes + 1;
-  config.numAttrs = (cluster > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
+  config.attrs = blocks > 1 ? attributes : attributes + 1;
+  config.numAttrs = (blocks > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
   for_row_chunks(a, per_row, [&](int64_t first, int64_t rows) {
-    config.gridDim = dim3(cluster * clusters, per_row, static_cast<unsigned>(rows));
-    check(cudaLaunchKernelEx(&config, kernel, a, head_args, first, groups, most_clusters), what());
+    config.gridDim = dim3(blocks * clusters, per_row, static_cast<unsigned>(rows));
+    check(cudaLaunchKernelEx(&config, kernel, a, head_args, first, groups, most_clusters, per_block), what());
   });
 }
 

@@ -308,9 +308,10 @@ def test_rope_attention_of_a_long_cache(d: int) -> None:
 
 @pytest.mark.parametrize("window", [0, 100, 3000])
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1), (8, 1), (12, 1)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1), (8, 1), (12, 1), (16, 4), (8, 8)])
 def test_rope_attention_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int) -> None:
-    """Rows of every length, each as it is alone; one head a KV head up to more than the tile has columns."""
+    """Rows of every length, each as it is alone; one head a KV head up to more than the tile has columns, and batches
+    whose blocks take two, four and eight parts."""
     c = make_projection(LENGTHS, heads, kv_heads, d)
     whole = check_rope_attention(c, window=window)
     for m in range(len(LENGTHS)):
