@@ -405,6 +405,18 @@ __device__ __forceinline__ void add_digits(const int (&total)[D], int* slice_sum
   }
 }
 
+// By the whole block: what its warps have added up goes to the image.
+template <int D, int C>
+__device__ __forceinline__ void put_slice_sums(const DecodeArgs& a, int row, const WarpShare& share,
+                                               const RowScratch<D>& scratch, uint8_t* image) {
+  const int lane = threadIdx.x % kWarp, in_part = share.slice & (a.plan.block_slices() - 1);
+  __syncthreads();
+  if (share.sub == 0 && lane < D) {
+    reinterpret_cast<int*>(image + a.plan.sums_at)[(in_part * D + lane) * C + row] =
+        scratch.sums[share.slice * D + lane];
+  }
+}
+
 // Slices [first_slice, first_slice + (1 << log)) of one row by the whole block. `to`: where the planes of this warp's
 // slice go; `image`: the image that holds them. The block synchronizes before it uses the result.
 template <WeightFormat F, bool Grouped, int D, int C, bool Aligned>
@@ -457,28 +469,28 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
   }
   if constexpr (kSummed) {
     add_digits<D>(total, scratch.sums + share.slice * D);
-    __syncthreads();
-    if (share.sub == 0 && lane < D) sums[(in_part * D + lane) * C + row] = scratch.sums[share.slice * D + lane];
+    put_slice_sums<D, C>(a, row, share, scratch, image);
   }
 }
 
-// The same for a row of which every thread has at most 8 activations, which stay in registers, in a block that has all
-// slices: the way of a layer's projections at one row of x. Waits for the kernel ahead itself, gains in hand.
-template <WeightFormat F, bool Grouped, int D>
-__device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, uint8_t* image, RowScratch<D>& scratch) {
+// The same for a row of which every thread has at most 8 activations: they stay in registers, and their gains are at
+// hand before the wait for the kernel ahead. `slice_sums` in shared memory (D a slice of the block's) gets the digit
+// sums.
+template <WeightFormat F, bool Grouped, int D, int C>
+__device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, const WarpShare& share,
+                                                  RowScratch<D>& scratch, const RowTarget& to, uint8_t* image,
+                                                  int* slice_sums) {
   constexpr bool kScaled{Format<F>::kScaled}, kSummed{Format<F>::kInteger && !Grouped};
   const DecodePlan& p = a.plan;
-  const WarpShare share(a, 0, p.block_log);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, k = share.begin();
   const bool in = k < share.last, known = in && k < a.k;
-  int* const sums = reinterpret_cast<int*>(image + p.sums_at);
-  if (kSummed && threadIdx.x < kMaxSlices * D) sums[threadIdx.x] = 0;
+  if (kSummed && threadIdx.x < kMaxSlices * D) slice_sums[threadIdx.x] = 0;
   float gain[8]{};
   if (known && a.gain != nullptr) load_constant(a.gain + k, gain);
   dependency_wait();
   dependency_release();
   Chunk<false> x{};
-  if (known) x = load_sum(a, 0, k, a.h != nullptr && blockIdx.x == 0);
+  if (known) x = load_sum(a, row, k, a.h != nullptr && static_cast<int>(blockIdx.x) == row);
   if (a.gain != nullptr) {
     const float sum = norm_step_sum(squares(x));
     if (in && lane % kNormLanes == 0) scratch.steps[k / kStepK] = sum;
@@ -493,11 +505,12 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, uint8_t* 
     const uint32_t largest = scratch.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
     inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
-  if (share.sub == 0 && lane == 0) reinterpret_cast<float*>(image + p.scales_at)[share.slice] = scale;
+  const int in_part = share.slice & (p.block_slices() - 1);
+  if (share.sub == 0 && lane == 0) reinterpret_cast<float*>(image + p.scales_at)[in_part * C + row] = scale;
   int total[D]{};
-  const RowTarget to{image + p.planes_at, nullptr, 0};
-  emit<F, Grouped, D, 1>(a, 0, k, in, to, inverse, sums, total, [&](float (&v)[8]) { x.unpack(v); });
-  if constexpr (kSummed) add_digits<D>(total, sums + share.slice * D);
+  emit<F, Grouped, D, C>(a, row, k, in, to, inverse, reinterpret_cast<int*>(image + p.sums_at), total,
+                         [&](float (&v)[8]) { x.unpack(v); });
+  if constexpr (kSummed) add_digits<D>(total, slice_sums + share.slice * D);
 }
 
 // One block per row, for plans whose blocks copy their part's image instead of preparing it again.
@@ -505,8 +518,6 @@ template <WeightFormat F, bool Grouped, int D, int C>
 __global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(16) uint8_t stage[];
   __shared__ RowScratch<D> scratch;
-  dependency_wait();
-  dependency_release();
   const DecodePlan& p = a.plan;
   const int row = blockIdx.x;
   const WarpShare share(a, 0, p.slices_log);
@@ -514,6 +525,15 @@ __global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __g
   uint8_t* const image = a.images + part * p.image_bytes;
   const RowTarget to{image + p.planes_at + row * p.plane_pitch, stage,
                      slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK};
+  if constexpr (!kFloatActivations<F, D>) {
+    if (a.x_aligned && p.short_row()) {
+      prepare_short_row<F, Grouped, D, C>(a, row, share, scratch, to, image, scratch.sums);
+      if constexpr (Format<F>::kInteger && !Grouped) put_slice_sums<D, C>(a, row, share, scratch, image);
+      return;
+    }
+  }
+  dependency_wait();
+  dependency_release();
   a.x_aligned ? prepare_row<F, Grouped, D, C, true>(a, row, share, scratch, to, image)
               : prepare_row<F, Grouped, D, C, false>(a, row, share, scratch, to, image);
 }
@@ -523,8 +543,10 @@ template <WeightFormat F, bool Grouped, int D, int C>
 __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, void* scratch, int part) {
   const DecodePlan& p = a.plan;
   if constexpr (C == 1 && !kFloatActivations<F, D>) {
-    if (a.images == nullptr && p.short_row) {
-      prepare_short_row<F, Grouped, D>(a, image, *static_cast<RowScratch<D>*>(scratch));
+    if (a.images == nullptr && p.short_row()) {
+      const RowTarget to{image + p.planes_at, nullptr, 0};
+      prepare_short_row<F, Grouped, D, 1>(a, 0, WarpShare(a, 0, p.block_log), *static_cast<RowScratch<D>*>(scratch), to,
+                                          image, reinterpret_cast<int*>(image + p.sums_at));
       return;
     }
   }

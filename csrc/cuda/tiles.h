@@ -84,8 +84,9 @@ struct DecodePlan {
   int depth_log;
   int ring_stages;  // of a warp
 
-  bool prepared;                      // the planes come from linear_planes_kernel
-  bool short_row;                     // a thread has at most 8 activations of a row
+  bool prepared;  // the planes come from linear_planes_kernel
+
+  int slice_columns;                  // of the widest slice
   int plane_pitch;                    // bytes between rows of the planes
   int planes_at, sums_at, scales_at;  // in the image of a part
   int image_bytes;                    // a multiple of 16
@@ -93,6 +94,10 @@ struct DecodePlan {
   int record_slots;  // of a warp
   int records_at, image_at, red_at, barriers_at, shared_bytes;  // in shared memory, behind the ring of weights
 
+  // Whether a thread of the block that prepares a row has at most 8 of its activations.
+  NIBBLELM_HOST_DEVICE bool short_row() const {
+    return slice_columns <= (kDecodeWarps >> (prepared ? slices_log : block_log)) * 256;
+  }
   NIBBLELM_HOST_DEVICE int slices() const { return 1 << slices_log; }
   NIBBLELM_HOST_DEVICE int block_slices() const { return 1 << block_log; }
   NIBBLELM_HOST_DEVICE int parts() const { return 1 << parts_log; }
@@ -139,7 +144,8 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
     widest =
         std::max(widest, slice_begin(slice + 1, slices_log, w.steps()) - slice_begin(slice, slices_log, w.steps()));
   }
-  p.short_row = widest * kStepK <= (kDecodeWarps >> block_log) * 256;
+
+  p.slice_columns = widest * kStepK;
 
   p.ring_stages = ring / stage_bytes(w.format);
   p.records_at = kDecodeWarps * ring;
