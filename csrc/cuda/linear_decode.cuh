@@ -337,6 +337,16 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
     stream.issue(shared_address(shared) + ring_at + (Fmt::kInteger ? 0 : lane_at) + slot * Fmt::kStageBytes,
                  shared_address(shared) + record_ring_at + slot * p.record_slot);
   };
+  if constexpr (Grouped) {
+    // Records come in pieces so small that memory serves them last while weights stream: all blocks together bring all
+    // of them to L2 first.
+    const int64_t bytes = static_cast<int64_t>(a.strips) * a.groups * a.record_bytes;
+#pragma unroll 1
+    for (int64_t at = (blockIdx.x * kDecodeThreads + threadIdx.x) * 32LL; at < bytes;
+         at += gridDim.x * kDecodeThreads * 32LL) {
+      prefetch_l2(a.records + at);
+    }
+  }
   LaneRecords<F> records{a, lane, own_stages * kStepK >> a.group_shift, strip_step, first_strip};
   if constexpr (Tiles::kFours) {
     records.start(begin * kStepK >> a.group_shift);
