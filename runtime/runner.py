@@ -75,6 +75,13 @@ class Runner:
         self._states: dict[tuple[int, bool], SamplingState] = {}
         self.reserve(1)
 
+    def with_capacity(self, capacity: int) -> "Runner":
+        """A runner of the same model with room for `capacity` positions; this one gives up its cache."""
+        self._steps.clear()
+        self._states.clear()
+        self.history, self.cache = [], None
+        return Runner(self.model, self.device, self.kv_dtype, capacity, self.graph)
+
     def reserve(self, slots: int) -> None:
         """Make room for at least `slots` sequences; a growth empties the cache."""
         if slots <= len(self.history):

@@ -5,8 +5,8 @@
 #   scripts/gpu_check.sh --tree HASHES [PART...]  there: run the parts (default all), each within ten minutes
 #   scripts/gpu_check.sh --stale [DIR]            where git is: what changed since the record in DIR
 #
-# Parts: build tests memcheck racecheck ops e2e depth record. Results collect in out/gpu_check/ until `record` writes
-# benchmarks/h200/{ops,e2e,tests}.json (or --record DIR). HASHES is "csrc=... runtime=... models=...".
+# Parts: build tests memcheck racecheck ops e2e load record. Results collect in out/gpu_check/ until `record` writes
+# benchmarks/h200/{ops,e2e,load,tests}.json (or --record DIR). HASHES is "csrc=... runtime=... models=...".
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -57,14 +57,16 @@ run_tests() {
   [[ $status -le 1 ]] # anything above is not a result
 }
 
-sanitize() {  # $1: tool, in several processes with a share of the cases each. Its message is recorded where it is refused.
-  local logs=$state/$1 status=0 processes=6 pids=() share cases
+# $1: tool, over this project's kernels (torch's reductions have what racecheck calls hazards), in several processes
+# with a share of the cases each. The tool's message is recorded where the machine refuses it.
+sanitize() {
+  local logs=$state/$1 status=0 processes=8 pids=() share cases
   rm -rf "$logs" && mkdir -p "$logs"
   $python -m pytest -q --collect-only -p no:cacheprovider -m sanitize "${@:2}" | grep :: > "$logs/cases"
   split --number=r/$processes "$logs/cases" "$logs/share."
   for share in "$logs"/share.*; do
     mapfile -t cases < "$share"
-    OMP_NUM_THREADS=2 timeout 480 compute-sanitizer --tool "$1" --error-exitcode 9 \
+    OMP_NUM_THREADS=2 timeout 480 compute-sanitizer --tool "$1" --kernel-name kns=nibblelm --error-exitcode 9 \
       "$python" -m pytest -q -p no:cacheprovider "${cases[@]}" > "$share.log" 2>&1 &
     pids+=($!)
   done
@@ -78,30 +80,22 @@ sanitize() {  # $1: tool, in several processes with a share of the cases each. I
   [[ $status == 0 ]] || failed=1
 }
 
-bench() {  # $1: file of JSON lines; the rest: options
-  local to=$1
-  shift
-  $python -c "import sys; from nibblelm.cli import main; sys.exit(main())" \
-    bench --random-weights --device cuda --prompt-tokens 128 --gen-tokens 256 --json "$@" | tr -d '\n' >> "$to"
-  echo >> "$to"
-  tail -1 "$to"
+bench() {  # shape, bits and group size; the rest: options
+  local shape=$1 bits=$2 group=$3
+  shift 3
+  $python -c "import sys; from nibblelm.cli import main; sys.exit(main())" bench --random-weights --device cuda --json \
+    --shape "$shape" --bits "$bits" --group-size "$group" "$@" | tee -a "$state/e2e.jsonl" | cut -c1-330
 }
 
-e2e() {  # decode at batch 1
+e2e() {  # decode at batch 1; batches, long contexts and prefill where the weights are made anyway
   rm -f "$state/e2e.jsonl"
-  for shape in llama-3-8b llama-3.2-1b; do
-    for scheme in "4 -1" "4 128" "8 -1" "16 -1"; do
-      bench "$state/e2e.jsonl" --shape $shape --bits "${scheme% *}" --group-size "${scheme#* }"
-    done
-  done
-}
-
-depth() {  # long contexts, batches, prefill
-  rm -f "$state/depth.jsonl"
-  local shape="--shape llama-3-8b --bits 4 --group-size -1"
-  for tokens in 8192 32768; do bench "$state/depth.jsonl" $shape --depth $tokens; done
-  for batch in 4 8 16; do bench "$state/depth.jsonl" $shape --batch $batch; done
-  for bits in 4 8; do bench "$state/depth.jsonl" --shape llama-3-8b --bits $bits --prompt-tokens 2048 --gen-tokens 16; done
+  local once=(--prompt-tokens 128 --gen-tokens 256)
+  bench llama-3-8b 4 -1 --prompt-tokens 128 128 128 128 128 128 2048 --gen-tokens 256 256 256 256 256 256 16 \
+    --batch 1 4 8 16 1 1 1 --depth 0 0 0 0 8192 32768 0
+  bench llama-3-8b 4 128 "${once[@]}"
+  bench llama-3-8b 8 -1 --prompt-tokens 128 2048 --gen-tokens 256 16
+  bench llama-3-8b 16 -1 "${once[@]}"
+  for bits in 4 8 16; do bench llama-3.2-1b $bits -1 "${once[@]}"; done
 }
 
 write_record() {
@@ -128,10 +122,12 @@ summary = {
     "sanitizer": {p.stem: p.read_text().strip() for p in sorted(state.glob("*check.txt"))},
 }
 (record / "tests.json").write_text(json.dumps(summary, indent=1) + "\n")
-lines = [line for name in ("e2e", "depth") if (state / f"{name}.jsonl").exists() for line in (state / f"{name}.jsonl").open()]
-results = {"e2e": [json.loads(line) for line in lines]}
-if (state / "ops.json").exists():
-    results["ops"] = json.loads((state / "ops.json").read_text())
+results = {}
+if (state / "e2e.jsonl").exists():
+    results["e2e"] = [json.loads(line) for line in (state / "e2e.jsonl").open()]
+for name in ("ops", "load"):
+    if (state / f"{name}.json").exists():
+        results[name] = json.loads((state / f"{name}.json").read_text())
 for name, rows in results.items():
     if rows:
         (record / f"{name}.json").write_text(json.dumps([{**row, "tree": tree} for row in rows], indent=1) + "\n")
@@ -146,7 +142,7 @@ while [[ $# -gt 0 ]]; do
     --stale) stale "${2:-$record}"; exit ;;
     --tree) tree=$2; shift 2 ;;
     --record) record=$2; shift 2 ;;
-    build | tests | memcheck | racecheck | ops | e2e | depth | record) parts+=("$1"); shift ;;
+    build | tests | memcheck | racecheck | ops | e2e | load | record) parts+=("$1"); shift ;;
     *) echo "gpu_check: unknown argument '$1'" >&2; sed -n '4,9p' "$0" >&2; exit 2 ;;
   esac
 done
@@ -156,7 +152,7 @@ for folder in "${folders[@]}"; do
     exit 2
   fi
 done
-[[ ${#parts[@]} -gt 0 ]] || parts=(build tests memcheck racecheck ops e2e depth record)
+[[ ${#parts[@]} -gt 0 ]] || parts=(build tests memcheck racecheck ops e2e load record)
 mkdir -p "$state"
 PYTHONPATH=$PWD/$site
 export PYTHONPATH PYTHONUNBUFFERED=1
@@ -166,6 +162,7 @@ for part in "${parts[@]}"; do
     tests) run_tests ;;
     memcheck | racecheck) sanitize "$part" tests ;;
     ops) $python scripts/bench_ops.py --json "$state/ops.json" --tree "$tree" ;;
+    load) $python scripts/bench_load.py --json "$state/load.json" --tree "$tree" ;;
     record) write_record ;;
     *) $part ;;
   esac

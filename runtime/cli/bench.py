@@ -6,6 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nibblelm.benchmark import Load
     from nibblelm.runner import Runner
 
 HELP = "measure prefill and decode speed"
@@ -21,34 +22,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
     parser.add_argument("--threads", type=int, metavar="N")
-    parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N")
-    parser.add_argument("--gen-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--batch", type=int, default=1, metavar="N")
-    parser.add_argument("--depth", type=int, default=0, metavar="N", help="tokens in the cache before the prompt")
+    loads = parser.add_argument_group("load", "several values measure several loads of one model; short lists repeat")
+    for flag, default, text in (
+        ("--prompt-tokens", 512, ""),
+        ("--gen-tokens", 128, ""),
+        ("--batch", 1, "sequences"),
+        ("--depth", 0, "tokens in the cache before the prompt"),
+    ):
+        loads.add_argument(flag, type=int, nargs="+", default=[default], metavar="N", help=text)
     parser.add_argument("--no-graph", dest="graph", action="store_false", help="run decode steps kernel by kernel")
     parser.add_argument("--tree", metavar="HASHES", help="what to record as the source tree in --json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
+    from nibblelm.benchmark import Load, read_bandwidth
+    from nibblelm.errors import RequestError
+
+    lists = (args.prompt_tokens, args.gen_tokens, args.batch, args.depth)
+    loads = [Load(*(v[min(i, len(v) - 1)] for v in lists)) for i in range(max(map(len, lists)))]
+    for load in loads:
+        if min(load.prompt_tokens, load.generated_tokens, load.batch) < 1 or load.depth < 0:
+            raise RequestError("--prompt-tokens, --gen-tokens and --batch must be at least 1, --depth at least 0")
+    first, facts = (_from_shape if args.shape else _from_model)(args, max(load.context for load in loads))
+    peak = read_bandwidth(first.device)
+    for load in loads:
+        runner = first.with_capacity(load.context)
+        row = _measured(args, runner, load, facts, peak)
+        print(json.dumps(row) if args.json else _table(row), flush=True)
+        del runner
+    return 0
+
+
+def _measured(
+    args: argparse.Namespace, runner: "Runner", load: "Load", facts: dict[str, Any], peak: float
+) -> dict[str, Any]:
+    """One row of the result."""
     import torch
 
-    from nibblelm.benchmark import Load, measure, read_bandwidth
-    from nibblelm.errors import RequestError
+    from nibblelm.benchmark import measure
     from nibblelm.kv_cache import bytes_per_token
 
-    load = Load(args.prompt_tokens, args.gen_tokens, args.batch, args.depth)
-    if min(load.prompt_tokens, load.generated_tokens, load.batch) < 1 or load.depth < 0:
-        raise RequestError("--prompt-tokens, --gen-tokens and --batch must be at least 1, --depth at least 0")
-    runner, facts = _from_shape(args, load.context) if args.shape else _from_model(args, load.context)
     speed = measure(runner, load)
     config = runner.model.config
     kv = bytes_per_token(config.layers, config.kv_heads, config.head_dim, runner.kv_dtype)
     depth = load.depth + load.prompt_tokens + load.generated_tokens / 2
     step_bytes = facts["weight_bytes"] + load.batch * depth * kv
-    peak = read_bandwidth(runner.device)
     decode = speed.decode_tok_s[0]
-    row = {
+    return {
         "shape": facts["shape"],
         "device": torch.cuda.get_device_name() if runner.device.type == "cuda" else "cpu",
         "dtype": args.dtype,
@@ -68,8 +89,6 @@ def run(args: argparse.Namespace) -> int:
         "ids_hash": speed.ids_hash,
         "tree": args.tree,
     }
-    print(json.dumps(row) if args.json else _table(row))
-    return 0
 
 
 def _from_model(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:
