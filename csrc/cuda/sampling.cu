@@ -47,8 +47,8 @@ struct Threshold {
 
 struct Shared {
   uint2 bins[2][kBins];  // sums, low words modulo 2^32 first: atomics on 64 bits of shared memory are loops
-  PerWarp<uint64_t> peaks;
   PerWarp<Mass> sums[2];
+  Mass warp_values[2][kWarps], block_values[2][kMaxBlocks];
   Threshold found;
   float floor;
 };
@@ -86,6 +86,19 @@ struct Team {
     arrive();
     wait();
   }
+  // Afterwards every block has its warps' values and what `combine` makes of each block's, for which one warp writes.
+  template <class Combine>
+  __device__ void exchange(Mass (&warps)[kWarps], Mass (&blocks)[kMaxBlocks], Mass value, Combine combine) const {
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    if (lane == 0) warps[warp] = value;
+    __syncthreads();
+    if (warp == 0) {
+      const Mass whole = combine(warps[lane]);
+      if (lane < size) *there(&blocks[rank], lane) = whole;
+    }
+    arrive();
+    wait();
+  }
 };
 
 // Sum over the lanes up to this one.
@@ -104,25 +117,22 @@ __device__ __forceinline__ Mass warp_total(Mass x) {
 }
 
 // The largest of all lanes, by the halves of the keys.
-__device__ __forceinline__ uint64_t warp_best(uint64_t key) {
+__device__ __forceinline__ Mass warp_best(Mass key) {
   const auto high = static_cast<uint32_t>(key >> 32);
   const uint32_t top = __reduce_max_sync(kAllLanes, high);
-  return static_cast<uint64_t>(top) << 32 | __reduce_max_sync(kAllLanes, high == top ? static_cast<uint32_t>(key) : 0u);
+  return static_cast<Mass>(top) << 32 | __reduce_max_sync(kAllLanes, high == top ? static_cast<uint32_t>(key) : 0u);
 }
 
 // Sum over the row (`all`) and over the warps before this one (`before`), blocks in rank order.
 __device__ __forceinline__ void team_scan(Team& team, Mass x, Mass& before, Mass& all) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  auto& sums = team.shared.sums[team.turn++ & 1];
-  team.exchange(sums, warp_total(x));
-  Mass ahead = 0, total = 0;
-#pragma unroll
-  for (int other = 0; other < kMaxBlocks; ++other) {
-    if (other >= team.size) continue;
-    const Mass there = sums[other][lane];
-    total += there;
-    if (other < team.rank || (other == team.rank && lane < warp)) ahead += there;
-  }
+  const int side = team.turn++ & 1;
+  const Mass(&warps)[kWarps] = team.shared.warp_values[side];
+  const Mass(&blocks)[kMaxBlocks] = team.shared.block_values[side];
+  team.exchange(team.shared.warp_values[side], team.shared.block_values[side], warp_total(x),
+                [](Mass v) { return warp_total(v); });
+  const Mass total = lane < team.size ? blocks[lane] : 0;
+  const Mass ahead = (lane < team.rank ? total : 0) + (lane < warp ? warps[lane] : 0);
   before = warp_total(ahead), all = warp_total(total);
 }
 
@@ -344,9 +354,11 @@ __device__ __forceinline__ void finish(const SamplingArgs& a, int64_t row, int64
 }
 
 // A value that at least top_k tokens reach: the top_k-th of the peaks of up to 256 warps, or -inf if they are fewer.
-__device__ __forceinline__ float floor_of(const Team& team, int top_k) {
+__device__ __forceinline__ float floor_of(Team& team, Mass warp_peak, int top_k) {
   Shared& shared = team.shared;
-  const uint64_t* const peaks = shared.peaks[0];
+  auto& slots = shared.sums[team.turn++ & 1];
+  team.exchange(slots, warp_peak);
+  const Mass* const peaks = slots[0];
   constexpr int kPeaks{256}, kParts{kThreads / kPeaks};  // threads that look at one peak
   const int count = min(kPeaks, team.size * kWarps);
   if (threadIdx.x == 0) shared.floor = -INFINITY;
@@ -386,12 +398,10 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(SamplingArgs a) {
     if (x == largest) id_of_largest = min(id_of_largest, static_cast<uint32_t>(id));
   });
   team.wait();
-  team.exchange(shared.peaks, ranked_key(largest, __reduce_min_sync(kAllLanes, id_of_largest)));
-  uint64_t best = 0;
-#pragma unroll
-  for (int other = 0; other < kMaxBlocks; ++other)
-    if (other < team.size) best = max(best, shared.peaks[other][lane]);
-  best = warp_best(best);
+  const Mass warp_peak = ranked_key(largest, __reduce_min_sync(kAllLanes, id_of_largest));
+  team.exchange(shared.warp_values[0], shared.block_values[0], warp_peak, [](Mass v) { return warp_best(v); });
+  ++team.turn;
+  const Mass best = warp_best(lane < team.size ? shared.block_values[0][lane] : 0);
   const float peak = value_of(static_cast<uint32_t>(best >> 32));
   if (temperature == 0.0f || !isfinite(peak)) {
     if (team.rank == 0 && threadIdx.x == 0)
@@ -410,7 +420,7 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(SamplingArgs a) {
     const int top_k = a.top_k[row];
     const float top_p = a.top_p[row];
     if (by_count ? top_k <= 0 || top_k >= a.vocab : top_p >= 1.0f) continue;
-    if (by_count) floor = floor_of(team, top_k);
+    if (by_count) floor = floor_of(team, warp_peak, top_k);
     const auto target_of = [&](Mass all) {
       if (by_count) return static_cast<Mass>(top_k);
       const double wanted = ceil(static_cast<double>(top_p) * static_cast<double>(all));

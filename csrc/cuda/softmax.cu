@@ -18,9 +18,9 @@ constexpr int kMaxThreads{1024};
 constexpr int kMaxValues{32};  // values a thread holds: 32 of the 64 registers that 1024 threads leave it
 constexpr int kMaxCluster{8};  // the largest that every device with clusters takes
 constexpr int64_t kMaxBlockColumns{int64_t{kMaxThreads} * kMaxValues};
-constexpr int kClusterThreads{512};
-constexpr int kClusterValues{16};  // the others of a thread's values are in shared memory
-constexpr int kClusterBlocks{3};   // on a multiprocessor: 192 KB of a long fp32 row in flight on each
+constexpr int kClusterThreads{256};
+constexpr int kClusterValues{24};  // the others of a thread's values are in shared memory
+constexpr int kClusterBlocks{4};   // on a multiprocessor: 256 KB of long fp32 rows in flight on each
 
 // Maximum m and sum d of exp(x - m) of part of a row. Merging is associative and commutative; (-inf, 0) is neutral.
 struct Partial {
