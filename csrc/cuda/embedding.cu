@@ -47,7 +47,9 @@ void embedding(const EmbeddingArgs& args, DType dtype, const Launch& launch) {
            std::to_string(args.columns) + ") bits=" + std::to_string(args.bits);
   };
   with_activation(dtype, "embedding", [&]<class T>() {
-    const dim3 grid(static_cast<unsigned>(args.rows), ceil_div(args.columns, 4 * kThreads));
+    // A decode step waits for one row: a column a thread, so that memory is waited for once.
+    const int columns_each = args.rows <= 16 ? 1 : 4;
+    const dim3 grid(static_cast<unsigned>(args.rows), ceil_div(args.columns, columns_each * kThreads));
     launch_kernel(launch, what, embedding_kernel<T>, grid, dim3(kThreads), 0, args);
   });
 }
