@@ -43,6 +43,16 @@ struct Plan {
 
 // ---- tiles ----
 
+// Keeps a value in a register where the compiler would compute it again in every round.
+__device__ __forceinline__ uint32_t keep(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+__device__ __forceinline__ const bf16* keep(const bf16* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
 template <int D>
 constexpr int kWarpsOf{D == 256 ? 2 : 4};
 
@@ -62,10 +72,11 @@ struct Ring {
   static constexpr int kWarpBytes{kBytes / kWarps};
   static constexpr int kTileBytes{kTile * D * 2};
   static constexpr int kStages{kWarpBytes / (2 * kTileBytes)};
-  static constexpr int kChunks{D / 8}, kRowsAtOnce{kWarp / kChunks};
-  static constexpr bool kAhead{kBytes == kLongRows};  // stages enough to multiply the next tile's keys early
+  static constexpr int kChunks{D / 8}, kRowsAtOnce{kWarp / kChunks}, kPitch{D * 2};
 
-  uint32_t base;  // of the warp's stage 0
+  // Shared addresses in stage 0 of this lane's first chunk of copies and of operands; others differ by a constant, as
+  // exclusive or with the chunk (128-byte rows of chunks are aligned) or as sum.
+  uint32_t copies, keys, values;
   const bf16* k;  // this lane's chunk of position 0
   const bf16* v;
   int end;  // positions from here on read as zeros: an unwritten value may be NaN, and 0 * NaN would reach the sum
@@ -73,41 +84,56 @@ struct Ring {
 
   __device__ __forceinline__ Ring(uint32_t storage, const AttentionArgs& a, int slot, int kv_head, int end, int warp,
                                   int lane)
-      : base(storage + warp * kWarpBytes), end(end), lane(lane) {
-    const int at = lane / kChunks * D + lane % kChunks * 8;
-    k = static_cast<const bf16*>(cache_row(a.k, a, slot, kv_head)) + at;
-    v = static_cast<const bf16*>(cache_row(a.v, a, slot, kv_head)) + at;
+      : end(end), lane(lane) {
+    const uint32_t base = storage + warp * kWarpBytes;
+    const int first = lane / kChunks, chunk = lane % kChunks;
+    copies = keep(base + first * kPitch + ((chunk ^ first) << 4));
+    keys = keep(base + lane % 16 * kPitch + ((lane / 16 ^ lane % 8) << 4));
+    values = keep(base + kTileBytes + (lane / 16 * 8 + lane % 8) * kPitch + ((lane / 8 % 2 ^ lane % 8) << 4));
+    k = keep(static_cast<const bf16*>(cache_row(a.k, a, slot, kv_head)) + first * D + chunk * 8);
+    v = keep(static_cast<const bf16*>(cache_row(a.v, a, slot, kv_head)) + first * D + chunk * 8);
   }
-  __device__ __forceinline__ static uint32_t place(int row, int chunk) {
-    return row * (D * 2) + ((chunk ^ (row & 7)) << 4);
+  // Chunk 2 c further than at `address`, whose chunk is even or odd in its row's order.
+  __device__ __forceinline__ static uint32_t further(uint32_t address, int c) {
+    return (address ^ (2 * c % 8) << 4) + 2 * c / 8 * 128;
   }
   __device__ __forceinline__ void fetch(int stage, int p) const {
-    const uint32_t target = base + stage * 2 * kTileBytes;
-    const int first = lane / kChunks, chunk = lane % kChunks;
-    const int64_t source = static_cast<int64_t>(p) * D;
+    const uint32_t target = copies + stage * 2 * kTileBytes;
+    const bf16* const from_k = k + static_cast<int64_t>(p) * D;
+    const bf16* const from_v = v + static_cast<int64_t>(p) * D;
+    if (p + kTile <= end) {
 #pragma unroll
-    for (int i = 0; i < kTile; i += kRowsAtOnce)
-      copy_or_zero(target + place(first + i, chunk), k + source + i * D, p + first + i < end);
+      for (int i = 0; i < kTile; i += kRowsAtOnce) {
+        copy_async_16((target ^ (i % 8) << 4) + i * kPitch, from_k + i * D);
+        copy_async_16((target ^ (i % 8) << 4) + i * kPitch + kTileBytes, from_v + i * D);
+      }
+    } else {
+      const int left = end - p - lane / kChunks;  // rows from this lane's first on
 #pragma unroll
-    for (int i = 0; i < kTile; i += kRowsAtOnce)
-      copy_or_zero(target + kTileBytes + place(first + i, chunk), v + source + i * D, p + first + i < end);
+      for (int i = 0; i < kTile; i += kRowsAtOnce) {
+        copy_or_zero((target ^ (i % 8) << 4) + i * kPitch, from_k + i * D, i < left);
+        copy_or_zero((target ^ (i % 8) << 4) + i * kPitch + kTileBytes, from_v + i * D, i < left);
+      }
+    }
   }
   // A key and the value behind it, (2, D), as row `row` of a tile.
   __device__ __forceinline__ void insert(int stage, int row, const bf16* key_value) const {
+    const uint32_t tile = keys - (lane % 16 * kPitch + ((lane / 16 ^ lane % 8) << 4)) + 2 * stage * kTileBytes;
 #pragma unroll
     for (int i = lane; i < 2 * kChunks; i += kWarp) {
-      const uint32_t target = base + (2 * stage + i / kChunks) * kTileBytes + place(row, i % kChunks);
-      store_shared_16(target, reinterpret_cast<const uint4*>(key_value)[i]);
+      const uint32_t chunk = (i % kChunks ^ row % 8) << 4;
+      store_shared_16(tile + i / kChunks * kTileBytes + row * kPitch + chunk,
+                      reinterpret_cast<const uint4*>(key_value)[i]);
     }
     __syncwarp();
   }
   // Operand A of 16 positions at d = 16 c .. + 15.
   __device__ __forceinline__ void key(uint32_t (&r)[4], int stage, int c) const {
-    ldmatrix_x4(r, base + stage * 2 * kTileBytes + place(lane % 16, 2 * c + lane / 16));
+    ldmatrix_x4(r, further(keys + stage * 2 * kTileBytes, c));
   }
   // Operand A of d = 16 c .. + 15 by 16 positions.
   __device__ __forceinline__ void value(uint32_t (&r)[4], int stage, int c) const {
-    ldmatrix_x4_trans(r, base + (stage * 2 + 1) * kTileBytes + place(lane / 16 * 8 + lane % 8, 2 * c + lane / 8 % 2));
+    ldmatrix_x4_trans(r, further(values + stage * 2 * kTileBytes, c));
   }
 };
 
@@ -147,17 +173,21 @@ struct Accumulator {
       highest[i & 1] = fmaxf(highest[i & 1], s[i]);
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int offset = 4; offset < kWarp; offset *= 2)
         highest[h] = fmaxf(highest[h], __shfl_xor_sync(kAllLanes, highest[h], offset));
-      const float factor = weight_of(m[h], highest[h]);
-      m[h] = highest[h];
-      l[h] = __fmul_rn(l[h], factor);
+    if (__any_sync(kAllLanes, highest[0] != m[0] || highest[1] != m[1])) {  // else every factor is 1
 #pragma unroll
-      for (int c = 0; c < D / 16; ++c) {
-        o[c][h] = __fmul_rn(o[c][h], factor);
-        o[c][2 + h] = __fmul_rn(o[c][2 + h], factor);
+      for (int h = 0; h < 2; ++h) {
+        const float factor = weight_of(m[h], highest[h]);
+        m[h] = highest[h];
+        l[h] = __fmul_rn(l[h], factor);
+#pragma unroll
+        for (int c = 0; c < D / 16; ++c) {
+          o[c][h] = __fmul_rn(o[c][h], factor);
+          o[c][2 + h] = __fmul_rn(o[c][2 + h], factor);
+        }
       }
     }
 #pragma unroll
@@ -378,7 +408,7 @@ struct MergeSpace {
 // Grid (blocks, kv_heads * head groups, rows); a block takes per_block parts, kClusterBlocks parts are a cluster. Warps
 // take tiles in turn; their triples are merged in the order of warps, then of parts, then of clusters.
 template <int D, int kBytes, bool kOptions, bool kFused>
-__global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 4)
+__global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 3)
     attention_decode_kernel(const __grid_constant__ AttentionArgs a, const __grid_constant__ HeadArgs head_args,
                             int64_t first_row, int groups, int most_clusters, int parts_of_block) {
   using R = Ring<D, kBytes>;
@@ -392,7 +422,7 @@ __global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 4)
   const int per_kv = a.heads / a.kv_heads, kv_head = blockIdx.y / groups;
   const int in_group = blockIdx.y % groups * kHeads, first_head = kv_head * per_kv + in_group;
   const int heads = min(kHeads, per_kv - in_group);
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
+  const int warp = threadIdx.x / kWarp, lane = static_cast<int>(keep(threadIdx.x % kWarp)), g = lane / 4, j = lane % 4;
   const int first_part = blockIdx.x * per_block, first_rank = first_part % kCluster;  // of all, of its cluster
   if (kCluster > 1 && first_rank == 0 && threadIdx.x == 0) cluster_init(&received);
   __syncwarp();
@@ -474,33 +504,16 @@ __global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 4)
                                                     pack2<bf16>(__fmul_rn(t.o.z, inverse), __fmul_rn(t.o.w, inverse))};
     }
   };
-  const auto next = [](int stage) { return stage + 1 == R::kStages ? 0 : stage + 1; };
   int stage{0};
 #pragma unroll 1
   for (int n = 0;; ++n) {  // parts; spans hold whole rounds of the warps, so
                            // that the ring just goes on
     const int part_end = kSeveral ? min(end, begin + (n + 1) * plan.span) : end;
     Accumulator<D, kBytes> sum;
-    float s[4];  // the scores of the tile at hand
-    const auto scores = [&](float (&to)[4], int stage, int at) {
-      if constexpr (kFused) {
-        if (newest && position >= at && position < at + kTile)
-          ring.insert(stage, position - at, &prepared.key_value[0][0]);
-      }
-      sum.dots(to, ring, stage, q);
-    };
-    if (R::kAhead && p < end) {
-      copy_async_wait<R::kStages - 2>();
-      __syncwarp();
-      scores(s, 0, p);
-    }
 #pragma unroll 1
-    for (; p < part_end; p += kStep, stage = next(stage)) {
-      if constexpr (!R::kAhead) {
-        copy_async_wait<R::kStages - 2>();
-        __syncwarp();  // this tile has arrived for every lane, and every lane is
-                       // done with the one before
-      }
+    for (; p < part_end; p += kStep, stage = stage + 1 == R::kStages ? 0 : stage + 1) {
+      copy_async_wait<R::kStages - 2>();
+      __syncwarp();  // this tile has arrived for every lane, and every lane is done with the one before
       const int far = p + (R::kStages - 1) * kStep;
       if (far < end) {
         ring.fetch(stage == 0 ? R::kStages - 1 : stage - 1, far);
@@ -508,22 +521,15 @@ __global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 4)
         dependency_release();
       }
       copy_async_commit();
-      float ahead[4];
-      if constexpr (R::kAhead) {
-        copy_async_wait<R::kStages - 2>();
-        __syncwarp();
-        if (p + kStep < end) scores(ahead, next(stage), p + kStep);
-      } else {
-        scores(s, stage, p);
+      if constexpr (kFused) {
+        if (newest && position >= p && position < p + kTile)
+          ring.insert(stage, position - p, &prepared.key_value[0][0]);
       }
+      float s[4];
+      sum.dots(s, ring, stage, q);
       uint32_t p0, p1;
       sum.template weigh<kOptions>(a, s, row, position, first_head, p, end, g, j, p0, p1);
       sum.add(ring, stage, p0, p1);
-      if constexpr (R::kAhead) {
-        __syncwarp();  // done with this tile
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[i] = ahead[i];
-      }
     }
 
 #pragma unroll
