@@ -33,4 +33,29 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
   }
 }
 
+// ---- bulk copies that arrive at a barrier (sm_90; nothing before) ---------------------------------------------
+
+// For the one thread that arrives at the barrier's phase: it also waits for `bytes` of copies.
+__device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+
+// Makes a barrier's initialization visible to copies.
+__device__ __forceinline__ void barrier_init_fence() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// By one thread: `bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void copy_bulk(uint32_t shared, const void* global, uint32_t bytes, uint32_t barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+#endif
+}
+
 }  // namespace nibblelm::cuda

@@ -304,6 +304,32 @@ struct Reduction {
   }
 };
 
+// A prepared image on its way to shared memory by bulk copies: work starts when its first slice is there.
+struct ImageCopy {
+  static constexpr bool kBulk{kArchitecture >= 90};  // else the block copies it and waits
+  const DecodePlan& p;
+  uint32_t barriers;  // of every slice, and of the sums and scales
+
+  __device__ __forceinline__ void init() const {
+    const int lane = threadIdx.x % kWarp;
+    if (threadIdx.x < kWarp && lane <= p.block_slices()) {
+      barrier_init(barriers + lane * 8, 1);
+      barrier_init_fence();
+    }
+  }
+
+  // By the first warp, a lane for every slice and one for the rest. begin_of(slice): its start in the image.
+  template <class BeginOf>
+  __device__ __forceinline__ void start(const uint8_t* from, uint32_t to, BeginOf begin_of) const {
+    const int lane = threadIdx.x % kWarp, slices = p.block_slices();
+    if (lane > slices) return;
+    const int begin = lane == slices ? p.sums_at : begin_of(lane);
+    const int end = lane == slices ? p.image_bytes : begin_of(lane + 1);
+    barrier_arrive_expect(barriers + lane * 8, end - begin);
+    copy_bulk(to + begin, from + begin, end - begin, barriers + lane * 8);
+  }
+};
+
 // ---- kernel --------------------------------------------------------------------------------------------------
 
 template <WeightFormat F, bool Grouped, int D, int C>
@@ -366,19 +392,37 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
   }
 
   uint8_t* const image = shared + p.image_at;
-  prepare_image<F, Grouped, D, C>(a, image, shared + p.red_at, part);
+  const bool copied = ImageCopy::kBulk && C > 1;
+  const ImageCopy copy{p, shared_address(shared + p.image_barriers_at)};
+  if (copied) {
+    copy.init();
+    dependency_wait();
+    dependency_release();
+    if (warp == 0) {
+      copy.start(a.images + part * p.image_bytes, shared_address(image),
+                 [&](int slice) { return p.planes_at + p.planes_of(slice, 0, step_at(slice) - step_at(0), 0); });
+    }
+  } else {
+    prepare_image<F, Grouped, D, C>(a, image, shared + p.red_at, part);
+  }
   __syncthreads();
+  if (copied) barrier_wait(copy.barriers + p.block_slices() * 8, 0);
 
   constexpr int kChunk{8 * D * Fmt::kPlaneBytes};
-  PlaneAt<Tiles::kTiles> planes{shared, {}};
+  const auto planes_of = [&](int slice) {
+    PlaneAt<Tiles::kTiles> at{shared, {}};
 #pragma unroll
-  for (int t = 0; t < Tiles::kTiles; ++t) {
-    const int row = min(Tiles::kDigits ? t * 4 + lane / 8 : t * 8 + lane / 4, p.m - 1);
-    const int at = Tiles::kDigits           ? lane % 4 * 32 + lane / 4 % 2 * 16
-                   : F == WeightFormat::f32 ? lane % 4 / 2 * kChunk + lane % 2 * 8
-                                            : lane % 4 * kChunk;
-    planes.row[t] = keep(p.image_at + p.planes_at + row * p.plane_pitch + slice_k / 8 * kChunk + at);
-  }
+    for (int t = 0; t < Tiles::kTiles; ++t) {
+      const int row = min(Tiles::kDigits ? t * 4 + lane / 8 : t * 8 + lane / 4, p.m - 1);
+      const int lane_bytes = Tiles::kDigits           ? lane % 4 * 32 + lane / 4 % 2 * 16
+                             : F == WeightFormat::f32 ? lane % 4 / 2 * kChunk + lane % 2 * 8
+                                                      : lane % 4 * kChunk;
+      at.row[t] = keep(p.image_at + p.planes_at + lane_bytes +
+                       p.planes_of(slice, row, step_at(slice) - step_at(0), step_at(slice + 1) - step_at(0)));
+    }
+    return at;
+  };
+  const PlaneAt<Tiles::kTiles> planes = planes_of(first_slice);  // of one row: a warp has one slice
   const int group_mask = keep((1 << a.group_shift >> 5) - 1);
   const int first_sum = keep(Grouped ? (slice_k >> a.group_shift) * kGroupWords<D> * C : 0);
   const int* const sums = reinterpret_cast<const int*>(image + p.sums_at);
@@ -400,9 +444,8 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
       }
     }
     Reduce reduce{a, sums, scales, red + in_flight * strip_words, part, strip, lane};
-    PlaneAt<Tiles::kTiles> here{planes};
     GroupAt group{nullptr, sums + first_sum};
-    const auto multiply_slice = [&](Tiles& tile, int stages, int k) {
+    const auto multiply_slice = [&](Tiles& tile, PlaneAt<Tiles::kTiles> here, int stages, int k) {
 #pragma unroll 1
       for (int stage = 0; stage < stages; ++stage) {
         if (Ring::kFew == Ring::kMost || p.ring_stages == Ring::kMost) {
@@ -434,7 +477,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
     };
     if constexpr (C == 1) {
       Tiles tile;
-      multiply_slice(tile, own_stages, begin * kStepK);
+      multiply_slice(tile, planes, own_stages, begin * kStepK);
       if (lap > 0) barrier_wait(empty + in_flight * 8, (lap - 1) & 1);
       if constexpr (Reduce::kRaw) {
         reduce.deliver_raw(tile, me);
@@ -448,8 +491,9 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
 #pragma unroll 1
       for (int i = 0; i < own; ++i) {
         const int slice = first_slice + i, stage = stage_at(slice);
+        if (copied && turn == 0) barrier_wait(copy.barriers + slice * 8, 0);
         Tiles tile;
-        multiply_slice(tile, stage_at(slice + 1) - stage, stage * Fmt::kStageK);
+        multiply_slice(tile, planes_of(slice), stage_at(slice + 1) - stage, stage * Fmt::kStageK);
         reduce.scale(tile, rows, slice, value);
         carry_sum(value, waiting, i);
       }

@@ -523,8 +523,10 @@ __global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __g
   const WarpShare share(a, 0, p.slices_log);
   const int part = share.slice >> p.block_log;
   uint8_t* const image = a.images + part * p.image_bytes;
-  const RowTarget to{image + p.planes_at + row * p.plane_pitch, stage,
-                     slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK};
+  const int first_step = slice_begin(part << p.block_log, p.slices_log, a.steps),
+            begin = share.first / kStepK - first_step;
+  const int at = p.planes_of(share.slice & (p.block_slices() - 1), row, begin, share.last / kStepK - first_step);
+  const RowTarget to{image + p.planes_at + at - begin * kStepK * p.column_bytes, stage, first_step * kStepK};
   if constexpr (!kFloatActivations<F, D>) {
     if (a.x_aligned && p.short_row()) {
       prepare_short_row<F, Grouped, D, C>(a, row, share, scratch, to, image, scratch.sums);
@@ -544,9 +546,10 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
   const DecodePlan& p = a.plan;
   if constexpr (C == 1 && !kFloatActivations<F, D>) {
     if (a.images == nullptr && p.short_row()) {
-      const RowTarget to{image + p.planes_at, nullptr, 0};
-      prepare_short_row<F, Grouped, D, 1>(a, 0, WarpShare(a, 0, p.block_log), *static_cast<RowScratch<D>*>(scratch), to,
-                                          image, reinterpret_cast<int*>(image + p.sums_at));
+      const WarpShare share(a, 0, p.block_log);
+      const RowTarget to{image + p.planes_at + share.slice * p.plane_pad, nullptr, 0};
+      prepare_short_row<F, Grouped, D, 1>(a, 0, share, *static_cast<RowScratch<D>*>(scratch), to, image,
+                                          reinterpret_cast<int*>(image + p.sums_at));
       return;
     }
   }
@@ -554,9 +557,9 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
   dependency_release();
   if (C == 1 && a.images == nullptr) {
     const int first_column = slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK;
-    uint8_t* const planes = image + p.planes_at;
-    const RowTarget to{planes, planes - 2 * first_column, first_column};
     const WarpShare share(a, part << p.block_log, p.block_log);
+    uint8_t* const planes = image + p.planes_at + share.slice * p.plane_pad;
+    const RowTarget to{planes, planes - 2 * first_column, first_column};
     prepare_row<F, Grouped, D, 1, true>(a, 0, share, *static_cast<RowScratch<D>*>(scratch), to, image);
   } else {
     const uint4* const from = reinterpret_cast<const uint4*>(a.images + part * p.image_bytes);

@@ -87,12 +87,14 @@ struct DecodePlan {
   bool prepared;  // the planes come from linear_planes_kernel
 
   int slice_columns;                  // of the widest slice
-  int plane_pitch;                    // bytes between rows of the planes
+  int column_bytes;                   // of a row's planes
+  int plane_pad;                      // behind a slice of a row
   int planes_at, sums_at, scales_at;  // in the image of a part
   int image_bytes;                    // a multiple of 16
   int record_slot;   // bytes of records beside one stage, or of what the lanes hold of four groups' records
   int record_slots;  // of a warp
-  int records_at, image_at, red_at, barriers_at, shared_bytes;  // in shared memory, behind the ring of weights
+  int records_at, image_at, red_at, barriers_at, image_barriers_at,
+      shared_bytes;  // in shared memory, behind the ring of weights
 
   // Whether a thread of the block that prepares a row has at most 8 of its activations.
   NIBBLELM_HOST_DEVICE bool short_row() const {
@@ -102,6 +104,12 @@ struct DecodePlan {
   NIBBLELM_HOST_DEVICE int block_slices() const { return 1 << block_log; }
   NIBBLELM_HOST_DEVICE int parts() const { return 1 << parts_log; }
   NIBBLELM_HOST_DEVICE int strip_warps() const { return 1 << (block_log - own_log); }
+  // Where slice `slice` of row `row` starts in the planes, `begin` to `end` being its steps, counted in the part: the
+  // rows of a slice lie together, so that it is copied as a whole.
+  NIBBLELM_HOST_DEVICE int planes_of(int slice, int row, int begin, int end) const {
+    return m * (begin * kStepK * column_bytes + slice * plane_pad) +
+           row * ((end - begin) * kStepK * column_bytes + plane_pad);
+  }
   int64_t partial_floats() const {
     return parts_log == 0 ? 0 : static_cast<int64_t>(parts()) * strips * kStripRows * m;
   }
@@ -132,9 +140,10 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   const int columns = decode_columns(m, digits);
   const bool grouped = w.integer() && w.group_size != 0;
   const int sums = !w.integer() ? 0 : grouped ? steps * kStepK / w.group_size : p.block_slices();
-  p.plane_pitch = steps * kStepK * planes * (w.integer() ? 1 : 2) + (digits ? 0 : 64);  // rows on different banks
+  p.column_bytes = planes * (w.integer() ? 1 : 2);
+  p.plane_pad = digits ? 0 : 64;  // rows on different banks
   p.planes_at = 0;
-  p.sums_at = m * p.plane_pitch;
+  p.sums_at = m * (steps * kStepK * p.column_bytes + (p.plane_pad << block_log));
   p.scales_at = p.sums_at + sums * planes * columns * 4;
   p.image_bytes = (p.scales_at + p.block_slices() * columns * 4 + 15) / 16 * 16;
 
@@ -161,7 +170,8 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.red_at = p.image_at + p.image_bytes;
   const int words = w.integer() && !grouped && m == 1 ? planes : 1;  // raw sums of every digit, or one float
   p.barriers_at = p.red_at + kDecodeWarps * depth * m * kStripRows * words * 4;
-  p.shared_bytes = p.barriers_at + 2 * p.block_strips * depth * 8;
+  p.image_barriers_at = p.barriers_at + 2 * p.block_strips * depth * 8;
+  p.shared_bytes = p.image_barriers_at + (p.block_slices() + 1) * 8;
   return p;
 }
 
