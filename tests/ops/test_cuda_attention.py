@@ -286,9 +286,15 @@ def check_rope_attention(c: dict[str, Any], **options: Any) -> Tensor:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(4, 1, 64), (8, 2, 128)])
-def test_rope_attention_small(heads: int, kv_heads: int, d: int) -> None:
-    check_rope_attention(make_projection([1, 64, 65, 300], heads, kv_heads, d, capacity=300))
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "lengths", "capacity"),
+    [(8, 2, [1, 64, 65, 300], 300), (8, 8, [1, 200] + [3] * 15, 200), (1, 1, [70], 16400)],
+    ids=["one part a block", "several parts a block", "long cache"],
+)
+def test_rope_attention_small(heads: int, kv_heads: int, d: int, lengths: list[int], capacity: int) -> None:
+    """Each kernel."""
+    check_rope_attention(make_projection(lengths, heads, kv_heads, d, capacity=capacity))
 
 
 @pytest.mark.sanitize
