@@ -98,7 +98,6 @@ struct Held {
   float x[kValues];
 
   // All loads are issued before the first value is used.
-  template <bool kShared = false>
   __device__ __forceinline__ void read(const T* row, int columns, int thread, int threads) {
     constexpr int kWords{V * static_cast<int>(sizeof(T)) / 4};
 #pragma unroll
@@ -108,7 +107,7 @@ struct Held {
       const int c = (i / V * threads + thread) * V;
       if (c >= columns) continue;
       if constexpr (kWords == 4) {  // 16-bit values come two a word and are spread below
-        read_16<kShared>(row + c, x[i], x[i + 1], x[i + 2], x[i + 3]);
+        read_16(row + c, x[i], x[i + 1], x[i + 2], x[i + 3]);
       } else {
         x[i] = to_float(row[c]);
       }
