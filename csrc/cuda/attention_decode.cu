@@ -53,21 +53,25 @@ __device__ __forceinline__ const bf16* keep(const bf16* p) {
   return p;
 }
 
-template <int D>
-constexpr int kWarpsOf{D == 256 ? 2 : 4};
-
 // Bytes of a block's tiles; they change the time, never the result. Measured on the H200.
 constexpr int kSeveralParts{64 << 10};  // batches: a block takes several parts one after the other
 constexpr int kBeside{96 << 10};        // the next kernel's block (107 KB) fits beside; cards of 99 KB take it too
-constexpr int kLongRows{192 << 10};     // long rows, whose reads alone fill the device
-constexpr int kLongCapacity{16384};
+constexpr int kLongRows{192 << 10};     // caches that hold long rows
+
+// Rows longer than this have eight warps a part (four keep a multiprocessor at 62 bytes/ns, half of what it can read).
+constexpr int kLongRow{16384};
+
+template <int D, int kBytes>
+constexpr int kWarpsOf{D == 256              ? 2
+                       : kBytes == kLongRows ? 8
+                                             : 4};
 
 // A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
 // place is exclusive-ored with the row, so that neither copies nor ldmatrix meet bank conflicts, and a copy takes whole
 // 128-byte lines.
 template <int D, int kBytes>
 struct Ring {
-  static constexpr int kWarps{kWarpsOf<D>};
+  static constexpr int kWarps{kWarpsOf<D, kBytes>};
   static constexpr int kThreads{kWarps * kWarp};
   static constexpr int kWarpBytes{kBytes / kWarps};
   static constexpr int kTileBytes{kTile * D * 2};
@@ -92,6 +96,10 @@ struct Ring {
     values = keep(base + kTileBytes + (lane / 16 * 8 + lane % 8) * kPitch + ((lane / 8 % 2 ^ lane % 8) << 4));
     k = keep(static_cast<const bf16*>(cache_row(a.k, a, slot, kv_head)) + first * D + chunk * 8);
     v = keep(static_cast<const bf16*>(cache_row(a.v, a, slot, kv_head)) + first * D + chunk * 8);
+  }
+  // Warps that take tiles of a row.
+  __device__ __forceinline__ static int working(const Plan& plan) {
+    return D == 256 || kWarps == 4 || plan.length > kLongRow ? kWarps : 4;
   }
   // Chunk 2 c further than at `address`, whose chunk is even or odd in its row's order.
   __device__ __forceinline__ static uint32_t further(uint32_t address, int c) {
@@ -232,9 +240,8 @@ struct Prepared<0> {};
 
 // What a warp reads of the projection, d = lane + 32 i: its query heads (`warp`, `warp` + kWarps ...), the new key and
 // value, and the angles. All of it is under way at once, and keys are turned by every warp rather than after the heads.
-template <int D>
+template <int D, int kWarps>
 struct RawHeads {
-  static constexpr int kWarps{kWarpsOf<D>};
   static constexpr int kValues{D / kWarp};
   static constexpr int kRounds{kHeads / kWarps};
   bf16 q[kRounds][kValues], key[kValues], value[kValues];
@@ -336,7 +343,7 @@ __device__ __forceinline__ void prefetch_tiles(const AttentionArgs& a, const Sha
   const char* const k = static_cast<const char*>(cache_row(a.k, a, share.slot, kv_head)) + first;
   const char* const v = static_cast<const char*>(cache_row(a.v, a, share.slot, kv_head)) + first;
 #pragma unroll 1
-  for (int at = threadIdx.x * 128; at < bytes; at += kWarpsOf<D> * kWarp * 128) {
+  for (int at = threadIdx.x * 128; at < bytes; at += blockDim.x * 128) {
     prefetch_l2(k + at);
     prefetch_l2(v + at);
   }
@@ -408,7 +415,9 @@ struct MergeSpace {
 // Grid (blocks, kv_heads * head groups, rows); a block takes per_block parts, kClusterBlocks parts are a cluster. Warps
 // take tiles in turn; their triples are merged in the order of warps, then of parts, then of clusters.
 template <int D, int kBytes, bool kOptions, bool kFused>
-__global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 3)
+__global__ void __launch_bounds__(kWarpsOf<D, kBytes>* kWarp, kBytes == kLongRows ? 1
+                                                              : D == 256          ? 2
+                                                                                  : 3)
     attention_decode_kernel(const __grid_constant__ AttentionArgs a, const __grid_constant__ HeadArgs head_args,
                             int64_t first_row, int groups, int most_clusters, int parts_of_block) {
   using R = Ring<D, kBytes>;
@@ -437,20 +446,21 @@ __global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 3)
     prefetch_tiles<D>(a, share, kv_head);
   }
   dependency_wait();
-  RawHeads<D> raw;
+  RawHeads<D, R::kWarps> raw;
   if constexpr (kFused) raw.read(a, row, first_head, heads, kv_head);
   const int slot = a.slots[row], position = a.positions[row];
   if constexpr (!kFused) share = Share::of<kCluster, false>(a, row, slot, position, most_clusters, per_block);
-  constexpr int kStep{R::kWarps * kTile}, kQuads{D / 4}, kRounds{(kHeads * kQuads + R::kThreads - 1) / R::kThreads};
-  static_assert(kLeastSpan % kStep == 0);
+  constexpr int kQuads{D / 4}, kRounds{(kHeads * kQuads + R::kThreads - 1) / R::kThreads};
+  static_assert(!kSeveral || kLeastSpan % (R::kWarps * kTile) == 0);
 #pragma unroll 1
   for (;;) {
     if (!share.empty()) {
       const R ring(shared_address(storage), a, share.slot, kv_head,
                    kFused && share.position == share.end - 1 ? share.position : share.end, warp, lane);
 #pragma unroll 1
-      for (int i = 0, at = share.begin + warp * kTile; i < R::kStages - 1; ++i, at += kStep) {
-        if (at < share.end) ring.fetch(i, at);
+      for (int i = 0; i < R::kStages - 1; ++i) {
+        const int working = R::working(share.plan), at = share.begin + (warp + i * working) * kTile;
+        if (warp < working && at < share.end) ring.fetch(i, at);
         copy_async_commit();
       }
       if constexpr (kFused) raw.read_angles(head_args, share.position);
@@ -470,9 +480,10 @@ __global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 3)
   const int begin = share.begin, end = share.end;
   const bool newest = kFused && position == end - 1;  // its key and value are not in the cache yet
   const R ring(shared_address(storage), a, slot, kv_head, newest ? position : end, warp, lane);
-  int p = begin + warp * kTile;
+  const int working = R::working(plan), step = working * kTile;
+  int p = warp < working ? begin + warp * kTile : end;
   // Not before the last tile is asked for: the next kernel's weights would go first.
-  if (p + (R::kStages - 1) * kStep >= end) dependency_release();
+  if (warp == 0 && p + (R::kStages - 1) * step >= end) dependency_release();
   const bf16* query = static_cast<const bf16*>(a.q) + row * a.q_stride + (first_head + g) * D;
   if constexpr (kFused) {  // meanwhile the tiles are on their way
     const int64_t offset =
@@ -511,10 +522,10 @@ __global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 3)
     const int part_end = kSeveral ? min(end, begin + (n + 1) * plan.span) : end;
     Accumulator<D, kBytes> sum;
 #pragma unroll 1
-    for (; p < part_end; p += kStep, stage = stage + 1 == R::kStages ? 0 : stage + 1) {
+    for (; p < part_end; p += step, stage = stage + 1 == R::kStages ? 0 : stage + 1) {
       copy_async_wait<R::kStages - 2>();
       __syncwarp();  // this tile has arrived for every lane, and every lane is done with the one before
-      const int far = p + (R::kStages - 1) * kStep;
+      const int far = p + (R::kStages - 1) * step;
       if (far < end) {
         ring.fetch(stage == 0 ? R::kStages - 1 : stage - 1, far);
       } else {
@@ -561,7 +572,7 @@ __global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 3)
       const int i = threadIdx.x + r * R::kThreads, h = i / kQuads, d = i % kQuads * 4;
       if (h >= heads) break;
       merged[r] = merge<R::kWarps>(
-          R::kWarps, [&](int w) { return space.statistics(w)[h]; },
+          working, [&](int w) { return space.statistics(w)[h]; },
           [&](int w) { return *reinterpret_cast<const float4*>(space.output(w, h) + d); });
       if (ranks == 1) finish(h, d, merged[r]);
     }
@@ -606,27 +617,32 @@ using Kernel = void (*)(AttentionArgs, HeadArgs, int64_t, int, int, int);
 
 struct Choice {
   Kernel kernel;
+  int threads;
   int bytes;      // of shared memory
   int per_block;  // parts a block takes
 };
+
+template <int D, int kBytes, bool kOptions, bool kFused>
+Choice choice(int bytes, int per_block) {
+  return {attention_decode_kernel<D, kBytes, kOptions, kFused>, kWarpsOf<D, kBytes> * kWarp, bytes, per_block};
+}
 
 // `blocks`: of all rows, without clusters. The result is the same whatever is chosen.
 template <int D, bool kFused>
 Choice choose(const AttentionArgs& a, int64_t blocks) {
   const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
   if constexpr (!kFused) {
-    if (has_options(a)) return {attention_decode_kernel<D, kBeside, true, false>, kBeside, 1};
+    if (has_options(a)) return choice<D, kBeside, true, false>(kBeside, 1);
   } else {
-    constexpr int kStorage{kSeveralParts + kWarpsOf<D> * MergeSpace<D, kSeveralParts>::kShare};
+    constexpr int kStorage{kSeveralParts + kWarpsOf<D, kSeveralParts> * MergeSpace<D, kSeveralParts>::kShare};
     const int64_t fit = device_attribute(cudaDevAttrMultiProcessorCount) / blocks;
     const int per_block =
         kClusterBlocks / static_cast<int>(std::bit_floor(std::clamp<uint64_t>(fit, 1, kClusterBlocks)));
-    if (per_block > 1 && room >= kStorage && device_attribute(cudaDevAttrClusterLaunch) != 0)
-      return {attention_decode_kernel<D, kSeveralParts, false, true>, kStorage, per_block};
+    if (per_block > 1 && a.capacity <= kLongRow && room >= kStorage && device_attribute(cudaDevAttrClusterLaunch) != 0)
+      return choice<D, kSeveralParts, false, true>(kStorage, per_block);
   }
-  if (a.capacity > kLongCapacity && room >= kLongRows)
-    return {attention_decode_kernel<D, kLongRows, false, kFused>, kLongRows, 1};
-  return {attention_decode_kernel<D, kBeside, false, kFused>, kBeside, 1};
+  if (a.capacity > kLongRow && room >= kLongRows) return choice<D, kLongRows, false, kFused>(kLongRows, 1);
+  return choice<D, kBeside, false, kFused>(kBeside, 1);
 }
 
 template <int D, bool kFused>
@@ -634,7 +650,7 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   if (a.rows == 0) return;
   const auto what = [&] { return describe(kFused ? "rope_attention" : "attention", a); };
   const int groups = ceil_div(a.heads / a.kv_heads, kHeads), per_row = a.kv_heads * groups;
-  auto [kernel, bytes, per_block] = choose<D, kFused>(a, a.rows * per_row);
+  auto [kernel, threads, bytes, per_block] = choose<D, kFused>(a, a.rows * per_row);
   cudaFuncAttributes compiled{};
   check(cudaFuncGetAttributes(&compiled, kernel), "attention: cudaFuncGetAttributes");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
@@ -652,7 +668,7 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.blockDim = dim3(kWarpsOf<D> * kWarp);
+  config.blockDim = dim3(threads);
   config.dynamicSmemBytes = static_cast<size_t>(bytes);
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = blocks > 1 ? attributes : attributes + 1;

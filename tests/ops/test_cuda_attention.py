@@ -310,6 +310,9 @@ def test_rope_attention_of_a_long_cache(d: int) -> None:
     for m in range(3):
         row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
         assert same(whole[m : m + 1], check_rope_attention(c | row))
+    short = {name: c[name][:, :, :300].contiguous() for name in ("k_cache", "v_cache")}
+    row = {name: c[name][1:2] for name in ("qkv", "slots", "positions")}
+    assert same(whole[1:2], check_rope_attention(c | short | row))
 
 
 @pytest.mark.parametrize("window", [0, 100, 3000])
