@@ -277,7 +277,7 @@ def _sanitize_cases() -> list[Any]:
     weights = [(bits, group) for bits in (4, 8) for group in (-1, 32, 128)]
     weights += [(16, 0), (17, 0), (32, 0)]  # bf16, fp16, fp32
     cases = [(w, dtype, m) for w in weights for dtype in (torch.bfloat16, torch.float32) for m in (1, 3, 16, 20)]
-    return cases + [(w, torch.bfloat16, 7) for w in weights if w[0] < 16]  # two digits: 3 rows have a kernel of their own
+    return cases + [(w, torch.bfloat16, 7) for w in weights if w[0] < 16]  # in two digits 3 rows have their own
 
 
 @pytest.mark.gpu
