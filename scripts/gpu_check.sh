@@ -161,7 +161,7 @@ for part in "${parts[@]}"; do
   case $part in
     tests) run_tests ;;
     memcheck | racecheck) sanitize "$part" tests ;;
-    ops) $python scripts/bench_ops.py --json "$state/ops.json" --tree "$tree" ;;
+    ops) $python scripts/bench_ops.py --quick --json "$state/ops.json" --tree "$tree" ;;
     load) $python scripts/bench_load.py --json "$state/load.json" --tree "$tree" ;;
     record) write_record ;;
     *) $part ;;
