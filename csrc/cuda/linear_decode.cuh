@@ -342,9 +342,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
   using Ring = Stream<F, kBeside, C>;
   extern __shared__ __align__(16) uint8_t shared[];
   const DecodePlan& p = a.plan;
-  // From a shuffle the compiler sees that a warp's number is one for all lanes: what follows from it takes uniform
-  // registers, without which groups and one row of x would spill.
-  const int lane = threadIdx.x % kWarp, warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int part = blockIdx.x & (p.parts() - 1), part_blocks = gridDim.x >> p.parts_log;
   const int me = warp & (p.strip_warps() - 1), sub = warp >> (p.block_log - p.own_log);
   const int own = C == 1 ? 1 : 1 << p.own_log, first_slice = me * own;  // of the block's
@@ -424,6 +422,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
     }
     return at;
   };
+  const PlaneAt<Tiles::kTiles> planes = planes_of(first_slice);  // of one row: a warp has one slice
   const int group_mask = keep((1 << a.group_shift >> 5) - 1);
   const int first_sum = keep(Grouped ? (slice_k >> a.group_shift) * kGroupWords<D> * C : 0);
   const int* const sums = reinterpret_cast<const int*>(image + p.sums_at);
@@ -478,7 +477,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
     };
     if constexpr (C == 1) {
       Tiles tile;
-      multiply_slice(tile, planes_of(me), own_stages, begin * kStepK);
+      multiply_slice(tile, planes, own_stages, begin * kStepK);
       if (lap > 0) barrier_wait(empty + in_flight * 8, (lap - 1) & 1);
       if constexpr (Reduce::kRaw) {
         reduce.deliver_raw(tile, me);
