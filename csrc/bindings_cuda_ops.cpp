@@ -148,7 +148,7 @@ void bind_ops(py::module_& m) {
   m.def("sample", [](Address logits, Address workspace, Address ids, Address temperature, Address top_k, Address top_p,
                      Address min_p, Address repetition, Address presence, Address frequency, Address seeds,
                      Address steps, Address bias, Address prompt, Address counts, Address positions, Address host_ids,
-                     Int logits_stride, Int rows, int vocab, Address stream, bool programmatic) {
+                     Int logits_stride, Int rows, int vocab, int blocks, Address stream, bool programmatic) {
     sample({at<float>(logits),
             at<float>(workspace),
             at<std::int32_t>(ids),
@@ -168,7 +168,8 @@ void bind_ops(py::module_& m) {
             at<std::int32_t>(host_ids),
             logits_stride,
             rows,
-            vocab},
+            vocab,
+            blocks},
            {at(stream), programmatic});
   });
   m.def("softmax", [](Address x, Address y, Int rows, Int columns, bool logarithm, int form, int dtype, Address stream,

@@ -66,7 +66,7 @@ sanitize() {
   split --number=r/$processes "$logs/cases" "$logs/share."
   for share in "$logs"/share.*; do
     mapfile -t cases < "$share"
-    OMP_NUM_THREADS=2 timeout 480 compute-sanitizer --tool "$1" --kernel-name kns=nibblelm --error-exitcode 9 \
+    OMP_NUM_THREADS=2 timeout 180 compute-sanitizer --tool "$1" --kernel-name kns=nibblelm --error-exitcode 9 \
       "$python" -m pytest -q -p no:cacheprovider "${cases[@]}" > "$share.log" 2>&1 &
     pids+=($!)
   done

@@ -481,6 +481,9 @@ void sample(const SamplingArgs& a, const Launch& launch) {
   const auto what = [&] { return "sample rows=" + std::to_string(a.rows) + " vocab=" + std::to_string(a.vocab); };
   if (a.vocab < 1 || a.vocab > 1 << 18 || a.rows > 65535)
     throw std::invalid_argument(what() + ": vocab is 1 to 262144, rows at most 65535");
+  if (a.blocks != 0 && (a.blocks < 0 || a.blocks > kPortableBlocks || a.blocks * int64_t{kThreads} * 32 < a.vocab))
+    throw std::invalid_argument(what() + ": blocks are 1 to 8 of up to 32768 ids each, got " +
+                                std::to_string(a.blocks));
   const bool clusters = device_attribute(cudaDevAttrClusterLaunch) != 0;
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -504,7 +507,7 @@ void sample(const SamplingArgs& a, const Launch& launch) {
     config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(a.rows));
     attributes[0].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
   };
-  const int wanted = static_cast<int>(std::bit_ceil(static_cast<unsigned>(ceil_div(a.vocab, 4096))));
+  const int wanted = a.blocks != 0 ? a.blocks : static_cast<int>(std::bit_ceil(unsigned(ceil_div(a.vocab, 4096))));
   int side_by_side = 0;  // clusters of more than kPortableBlocks that the device runs
   if (clusters && wanted > kPortableBlocks) {
     share_among(std::min(kMaxBlocks, wanted));

@@ -29,6 +29,7 @@ struct SamplingArgs {
   int64_t logits_stride;
   int64_t rows;
   int vocab;
+  int blocks;  // of a row; 0: by its length
 };
 
 // The definition is in runtime/sampler.py: bias, penalties, temperature, top-k, top-p, min-p, inverse of the

@@ -347,8 +347,14 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def sample(
-    logits: Tensor, state: SamplingState, out: Tensor | None, positions: Tensor | None, host_ids: Tensor | None
+    logits: Tensor,
+    state: SamplingState,
+    out: Tensor | None = None,
+    positions: Tensor | None = None,
+    host_ids: Tensor | None = None,
+    blocks: int = 0,
 ) -> Tensor:
+    """`blocks` of a row, 1 to 8, are for tests; 0 goes by its length."""
     m, vocab = logits.shape
     _require(
         logits.dtype == torch.float32 and logits.stride(1) == 1 and state.rows == m and state.vocab_size in {0, vocab}
@@ -362,6 +368,6 @@ def sample(
     kernels.sample(
         logits.data_ptr(), workspace.data_ptr(), ids.data_ptr(),
         *(_address(t) for t in state.tensors()), _address(positions), _address(host_ids), logits.stride(0), m, vocab,
-        *launch_args(),
+        blocks, *launch_args(),
     )  # fmt: skip
     return ids
