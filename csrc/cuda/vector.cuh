@@ -19,14 +19,9 @@ __device__ __forceinline__ float2 unpack2(uint32_t word) {
   }
 }
 
-// Four words from global or shared memory; loads keep their order, so that several are in flight before a first use.
-template <bool kShared = false>
+// Four words from global memory; loads keep their order, so that several are in flight before a first use.
 __device__ __forceinline__ void read_16(const void* p, float& a, float& b, float& c, float& d) {
-  if constexpr (kShared) {
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "r"(shared_address(p)));
-  } else {
-    asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "l"(p));
-  }
+  asm volatile("ld.global.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(a), "=f"(b), "=f"(c), "=f"(d) : "l"(p));
 }
 
 template <class T, int V>
