@@ -45,25 +45,21 @@ __device__ __forceinline__ const bf16* keep(const bf16* p) {
   return p;
 }
 
+template <int D>
+constexpr int kWarpsOf{D == 256 ? 2 : 4};
+
 // Bytes of a block's tiles; they change the time, never the result. Measured on the H200.
-constexpr int kSeveralParts{64 << 10};  // batches: a block takes several parts one after the other
-constexpr int kBeside{96 << 10};        // the next kernel's block (107 KB) fits beside; cards of 99 KB take it too
-constexpr int kLongRows{192 << 10};     // caches that hold long rows
-
-// Rows longer than this have eight warps a part (four keep a multiprocessor at 62 bytes/ns, half of what it can read).
-constexpr int kLongRow{16384};
-
-template <int D, int kBytes>
-constexpr int kWarpsOf{D == 256              ? 2
-                       : kBytes == kLongRows ? 8
-                                             : 4};
+constexpr int kManyBlocks{64 << 10};  // batches: three blocks a multiprocessor
+constexpr int kBeside{96 << 10};      // the next kernel's block (107 KB) fits beside; cards of 99 KB take it too
+constexpr int kLongRows{192 << 10};   // long rows, whose reads alone fill the device
+constexpr int kLongCapacity{16384};
 
 // A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
 // place is exclusive-ored with the row, so that neither copies nor ldmatrix meet bank conflicts, and a copy takes whole
 // 128-byte lines.
 template <int D, int kBytes>
 struct Ring {
-  static constexpr int kWarps{kWarpsOf<D, kBytes>};
+  static constexpr int kWarps{kWarpsOf<D>};
   static constexpr int kThreads{kWarps * kWarp};
   static constexpr int kWarpBytes{kBytes / kWarps};
   static constexpr int kTileBytes{kTile * D * 2};
@@ -88,10 +84,6 @@ struct Ring {
     values = keep(base + kTileBytes + (lane / 16 * 8 + lane % 8) * kPitch + ((lane / 8 % 2 ^ lane % 8) << 4));
     k = keep(static_cast<const bf16*>(cache_row(a.k, a, slot, kv_head)) + first * D + chunk * 8);
     v = keep(static_cast<const bf16*>(cache_row(a.v, a, slot, kv_head)) + first * D + chunk * 8);
-  }
-  // Warps that take tiles of a row.
-  __device__ __forceinline__ static int working(const Plan& plan) {
-    return D == 256 || kWarps == 4 || plan.length > kLongRow ? kWarps : 4;
   }
   // Chunk 2 c further than at `address`, whose chunk is even or odd in its row's order.
   __device__ __forceinline__ static uint32_t further(uint32_t address, int c) {
