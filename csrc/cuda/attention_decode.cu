@@ -269,8 +269,6 @@ __global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 3)
       if (d == 0)
         cluster_store(cluster_address(space.part_statistics(rank) + h, 0), float2{merged[r].m, merged[r].l}, barrier);
     }
-  }
-  if (ranks > 1) {
     if (rank != 0) return;
     cluster_receive(&received);
 #pragma unroll 1
