@@ -484,7 +484,8 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
   const DecodePlan& p = a.plan;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, k = share.begin();
   const bool in = k < share.last, known = in && k < a.k;
-  if (kSummed && threadIdx.x < kMaxSlices * D) slice_sums[threadIdx.x] = 0;
+  // No more than the slices have: what lies behind belongs to warps that may be past the wait already.
+  if (kSummed && static_cast<int>(threadIdx.x) < kDecodeWarps / share.subs * D) slice_sums[threadIdx.x] = 0;
   float gain[8]{};
   if (known && a.gain != nullptr) load_constant(a.gain + k, gain);
   dependency_wait();
