@@ -77,7 +77,11 @@ sanitize() {
     for share in "$logs"/*.log; do grep -E "SUMMARY|passed|failed" "$share" || tail -3 "$share"; done
   } | tr '\n' ' ' > "$state/$1.txt"
   echo "$1: $(cat "$state/$1.txt")"
-  [[ $status == 0 ]] || failed=1
+  if [[ $status != 0 ]]; then  # which places, most hazards first: the summaries alone do not say
+    failed=1
+    grep -hE "(Error|Warning): |Invalid|Uninit" "$logs"/*.log | sed -E 's/0x[0-9a-f]+/0x/g; s/\[[0-9]+ hazards\]//' |
+      sort | uniq -c | sort -rn | head -40 | tee "$state/$1.places.txt"
+  fi
 }
 
 bench() {  # shape, bits and group size; the rest: options
