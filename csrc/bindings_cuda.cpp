@@ -45,6 +45,7 @@ PYBIND11_MODULE(_cuda, m) {
       .def_property_readonly("steps", &LinearWeight::steps);
   m.attr("WEIGHT_FORMATS") = py::make_tuple("int4", "int8", "float16", "bfloat16", "float32");
   m.attr("MAX_DECODE_ROWS") = kMaxDecodeRows;
+  m.attr("MAX_NORM_COLUMNS") = kMaxNormColumns;
   m.def("linear_workspace",
         [](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype, int rows) {
           return linear_decode_workspace(weight, pointer(x), x_stride, static_cast<DType>(x_dtype), rows);

@@ -69,16 +69,16 @@ def appearing(folder: Path) -> Iterator[Path]:
     partial.rename(folder)
 
 
-def make_checkpoint(shape: str, folder: Path) -> None:
+def make_checkpoint(shape: str, folder: Path, device: str = "cpu") -> None:
     """Gaussian weights that keep the size of activations, biases of 0.1, gains of 1, in one bf16 file."""
-    generator, tensors = torch.Generator().manual_seed(0), {}
+    generator, tensors = torch.Generator(device).manual_seed(0), {}
     for spec in tensor_plan(SHAPES[shape]):
-        value = torch.randn(spec.shape, generator=generator)
+        value = torch.randn(spec.shape, generator=generator, device=device)
         if spec.kind == "vector":
             value = value * 0.1 + ("norm" in spec.name)
         elif spec.kind != "embedding":
             value *= spec.shape[1] ** -0.5
-        tensors[spec.name] = value.bfloat16()
+        tensors[spec.name] = value.bfloat16().cpu()
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
 

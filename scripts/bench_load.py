@@ -16,20 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from bench_cpu_peers import make_checkpoint
 
 import nibblelm
-from nibblelm.models import tensor_plan
 from nibblelm.shapes import SHAPES
-
-
-def make_checkpoint(shape: str, folder: Path) -> None:
-    tensors = {}
-    for spec in tensor_plan(SHAPES[shape]):
-        tensors[spec.name] = torch.randn(spec.shape, device="cuda").mul_(0.02).bfloat16().cpu()
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
 
 
 def bus_gb_s() -> float:
@@ -69,7 +59,8 @@ def main() -> None:
     bus = bus_gb_s()
     with tempfile.TemporaryDirectory() as work:
         folders = {"bf16": Path(work) / "bf16", "int8": Path(work) / "int8"}
-        make_checkpoint(args.shape, folders["bf16"])
+        folders["bf16"].mkdir()
+        make_checkpoint(args.shape, folders["bf16"], "cuda")
         nibblelm.convert(folders["bf16"], folders["int8"], bits=8, group_size=-1, method="minmax")
         for name, folder in folders.items():
             nbytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

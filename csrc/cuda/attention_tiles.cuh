@@ -35,16 +35,6 @@ struct Plan {
 
 // ---- tiles ----
 
-// Keeps a value in a register where the compiler would compute it again in every round.
-__device__ __forceinline__ uint32_t keep(uint32_t v) {
-  asm volatile("" : "+r"(v));
-  return v;
-}
-__device__ __forceinline__ const bf16* keep(const bf16* p) {
-  asm volatile("" : "+l"(p));
-  return p;
-}
-
 template <int D>
 constexpr int kWarpsOf{D == 256 ? 2 : 4};
 

@@ -93,19 +93,6 @@ __device__ __forceinline__ Vec<T> load_vec(const T* p) {
   return *reinterpret_cast<const Vec<T>*>(p);
 }
 
-// Data read once and by one thread (a row of softmax, a K/V tile): does not displace what L1 holds.
-template <typename T>
-__device__ __forceinline__ Vec<T> load_vec_streaming(const T* p) {
-  uint4 raw;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(raw.x), "=r"(raw.y), "=r"(raw.z), "=r"(raw.w)
-               : "l"(p)
-               : "memory");
-  Vec<T> out;
-  memcpy(&out, &raw, 16);
-  return out;
-}
-
 template <typename T>
 __device__ __forceinline__ void store_vec(T* p, const Vec<T>& v) {
   *reinterpret_cast<Vec<T>*>(p) = v;
@@ -140,6 +127,20 @@ __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.com
 template <int Pending>
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// Keeps a value in a register where the compiler would compute it again in every round.
+__device__ __forceinline__ int keep(int v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+__device__ __forceinline__ uint32_t keep(uint32_t v) {
+  asm volatile("" : "+r"(v));
+  return v;
+}
+__device__ __forceinline__ const bf16* keep(const bf16* p) {
+  asm volatile("" : "+l"(p));
+  return p;
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* global) {
@@ -182,10 +183,6 @@ __device__ __forceinline__ T block_reduce(T v, T identity, T* scratch, Op op) {
 
 __device__ __forceinline__ float block_sum(float v, float* scratch) {
   return block_reduce(v, 0.0f, scratch, [](float a, float b) { return a + b; });
-}
-
-__device__ __forceinline__ float block_max(float v, float* scratch) {
-  return block_reduce(v, -INFINITY, scratch, [](float a, float b) { return fmaxf(a, b); });
 }
 
 // ---- programmatic dependent launch ---------------------------------------------------------------------------

@@ -17,6 +17,7 @@ inline const char* name(WeightFormat format) {
 constexpr int kStripRows{16};  // rows of one tensor-core tile
 constexpr int kStepK{128};     // K is cut in steps: the largest group, and a multiple of every tile
 constexpr int kMaxDecodeRows{16};
+constexpr int kMaxNormColumns{16384};  // of a row that is normed on its way in
 
 // An (N, K) weight on the device.
 //

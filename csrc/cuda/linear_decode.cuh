@@ -8,18 +8,13 @@
 #pragma once
 
 #include "barrier.cuh"
+#include "linear_prepare.cuh"
 #include "linear_tile.cuh"
 #include "silu.cuh"
 
 namespace nibblelm::cuda {
 
 // ---- device helpers ------------------------------------------------------------------------------------------
-
-// Keeps a value in a register where the compiler would compute it again in every round.
-__device__ __forceinline__ int keep(int v) {
-  asm volatile("" : "+r"(v));
-  return v;
-}
 
 // Sum as a tree of neighbours; fewer values with zeros behind them give the tree of those values.
 __device__ __forceinline__ float tree_sum(float (&v)[kMaxSlices]) {

@@ -30,7 +30,6 @@ constexpr int short_ring_bytes(WeightFormat format, int columns, bool small_shar
   return columns == 1 && format == WeightFormat::int4 ? 4096 : ring_bytes(format, columns, small_shared);
 }
 constexpr int kPreparedElements{32768};  // columns of one row from which one kernel prepares it for all blocks
-constexpr int kMaxNormColumns{16384};    // of a row that is normed on its way in
 
 // Bytes of weights per warp that one wait and one refill handle: a step of codes, or 128 bytes of 16 rows.
 constexpr int stage_bytes(WeightFormat format) { return format == WeightFormat::int4 ? 1024 : 2048; }

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         loads.add_argument(flag, type=int, nargs="+", default=[default], metavar="N", help=text)
     parser.add_argument("--no-graph", dest="graph", action="store_false", help="run decode steps kernel by kernel")
     parser.add_argument("--tree", metavar="HASHES", help="what to record as the source tree in --json")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each load")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -136,11 +136,10 @@ def norm_linear(
 
     x, residual, h (M, K), gain (K,) fp32; returns (y, h): y (M, N) or, gated, (M, N / 2); h = x + residual
     """
-    module = backend(x.device)
     if x.device.type == "cuda":
-        arguments = (x, gain, eps, residual, weight, bias, out, plus_one, gated)
-        if module.norm_linear_fuses(*arguments):
-            return module.norm_linear(*arguments)
+        together = backend(x.device).norm_linear(x, gain, eps, residual, weight, bias, out, plus_one, gated)
+        if together is not None:
+            return together
     normed, h = rms_norm(x, gain, eps, residual, plus_one)
     if not gated:
         return linear(normed, weight, bias, activation_bits, out), h

@@ -60,7 +60,6 @@ __all__ = [
     "linear",
     "log_softmax",
     "norm_linear",
-    "norm_linear_fuses",
     "pack_linear",
     "programmatic_launch",
     "require",
@@ -226,32 +225,6 @@ def _decode_linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, out: Te
     )  # fmt: skip
 
 
-def norm_linear_fuses(
-    x: Tensor,
-    gain: Tensor,
-    eps: float,
-    residual: Tensor | None,
-    weight: PackedLinear,
-    bias: Tensor | None,
-    out: Tensor | None,
-    plus_one: bool,
-    gated: bool,
-) -> bool:
-    """Whether `norm_linear` has these arguments; the kernel's own limits are in csrc/cuda/linear.cu."""
-    del eps, plus_one
-    k = weight.shape[1]
-    rows = [x] if residual is None else [x, residual]
-    fits = all(
-        t.shape == (x.shape[0], k) and t.dtype == torch.bfloat16 and t.stride(1) == 1 and t.stride(0) % 8 == 0
-        and t.data_ptr() % 16 == 0
-        for t in rows
-    )  # fmt: skip
-    return (
-        fused() and fits and 0 < x.shape[0] <= _cuda.MAX_DECODE_ROWS and k % 8 == 0 and k <= 16384
-        and gain.data_ptr() % 16 == 0 and (not gated or (weight.pairs and bias is None and out is None))
-    )  # fmt: skip
-
-
 def norm_linear(
     x: Tensor,
     gain: Tensor,
@@ -262,8 +235,20 @@ def norm_linear(
     out: Tensor | None,
     plus_one: bool,
     gated: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor] | None:
+    """(y, h) by one kernel, or None where these arguments have none."""
     n, k = weight.shape
+    rows = [x] if residual is None else [x, residual]
+    fits = all(
+        t.shape == (x.shape[0], k) and t.dtype == torch.bfloat16 and t.stride(1) == 1 and t.stride(0) % 8 == 0
+        and t.data_ptr() % 16 == 0
+        for t in rows
+    )  # fmt: skip
+    if not (
+        fused() and fits and 0 < x.shape[0] <= _cuda.MAX_DECODE_ROWS and k % 8 == 0 and k <= _cuda.MAX_NORM_COLUMNS
+        and gain.data_ptr() % 16 == 0 and (not gated or (weight.pairs and bias is None and out is None))
+    ):  # fmt: skip
+        return None
     if gain.shape != (k,) or gain.dtype != torch.float32 or not gain.is_contiguous():
         raise ValueError(f"norm_linear: gain {tuple(gain.shape)} {gain.dtype}, want contiguous ({k},) fp32")
     if out is None:
