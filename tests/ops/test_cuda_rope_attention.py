@@ -1,0 +1,228 @@
+"""CUDA rope_attention: the bits of the ops it fuses, whatever the batch and the cache, and float64 attention."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.ops import cuda
+from nibblelm.ops.cuda_device import fusion
+
+USABLE, REASON = cuda.available()
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
+pytestmark = gpu
+DEVICE = torch.device("cuda")
+BF16, FP32 = torch.bfloat16, torch.float32
+BOUND = {BF16: 2.0**-7, FP32: 2e-5}  # of the sum of p |v|, as in test_cuda_attention.py
+
+# Around the tiles, the least share of a block, what one cluster takes (2,048) and the length of the cache.
+LENGTHS = [1, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 2047, 2048, 2049, 3333, 5000]
+
+
+def make_projection(
+    lengths: list[int], heads: int, kv_heads: int, d: int, dtype: torch.dtype = BF16, capacity: int = 5000
+) -> dict[str, Any]:
+    """One row of each length, in slots out of order; keys and values behind a row's position are NaN."""
+    m = len(lengths)
+    g = torch.Generator(device=DEVICE).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device=DEVICE).to(dtype)
+
+    columns = (heads + 2 * kv_heads) * d
+    c = {"qkv": normal(m, columns + 16)[:, :columns].unflatten(1, (-1, d)), "scale": d**-0.5}
+    c |= {name: normal(m + 1, kv_heads, capacity, d) for name in ("k_cache", "v_cache")}
+    c["slots"] = torch.tensor([(5 * i + 3) % (m + 1) for i in range(m)], dtype=torch.int32, device=DEVICE)
+    if len(set(c["slots"].tolist())) < m:
+        c["slots"] = torch.arange(m, dtype=torch.int32, device=DEVICE).flip(0)
+    c["positions"] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1
+    for slot, length in zip(c["slots"].tolist(), lengths, strict=True):
+        c["k_cache"][slot, :, length - 1 :] = torch.nan
+        c["v_cache"][slot, :, length - 1 :] = torch.nan
+    angles = torch.arange(capacity, device=DEVICE).double().unsqueeze(1) * 1e4 ** (
+        -torch.arange(d // 2, device=DEVICE).double() / (d // 2)
+    )
+    return c | {"cos": angles.cos().float(), "sin": angles.sin().float()}
+
+
+def run_rope_attention(c: dict[str, Any], fused: bool, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The result and the caches, on copies of what is written."""
+    copies = {name: c[name].clone() for name in ("qkv", "k_cache", "v_cache")}
+    with fusion(fused):
+        out = ops.rope_attention(**(c | copies), **options)
+    return out, copies["k_cache"], copies["v_cache"]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))  # NaN too
+
+
+def oracle(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """Float64 attention row by row: the result and the same with |v|."""
+    out, magnitude = [], []
+    for row, slot, position in zip(q.double(), slots.tolist(), positions.tolist(), strict=True):
+        seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
+        k, v = (t[slot, :, seen].double().repeat_interleave(len(row) // t.shape[1], 0) for t in (k_cache, v_cache))
+        p = torch.softmax(torch.einsum("hd,hpd->hp", row, k) * scale, -1)
+        out.append(torch.einsum("hp,hpd->hd", p, v).flatten())
+        magnitude.append(torch.einsum("hp,hpd->hd", p, v.abs()).flatten())
+    return torch.stack(out), torch.stack(magnitude)
+
+
+def check_rope_attention(c: dict[str, Any], **options: Any) -> Tensor:
+    """Fused and not: the same bits, caches included; and float64 attention of what rope_append made."""
+    fused, apart = run_rope_attention(c, True, **options), run_rope_attention(c, False, **options)
+    for got, want in zip(fused, apart, strict=True):
+        assert same(got, want)
+    window = options.pop("window", 0)
+    options.pop("one_sequence", None)
+    caches = {name: c[name].clone() for name in ("k_cache", "v_cache")}
+    places = [c[name] for name in ("positions", "slots", "cos", "sin")]
+    q = ops.rope_append(c["qkv"].clone(), *places, *caches.values(), **options)
+    main = c["positions"] if c["positions"].ndim == 1 else c["positions"][0]
+    plain = {"q": q, "slots": c["slots"], "positions": main, "scale": c["scale"], **caches}
+    assert same(ops.attention(**plain, window=window), fused[0])
+    live = c["slots"] >= 0
+    rows = {name: plain[name][live] for name in ("q", "slots", "positions")}
+    want, magnitude = oracle(**(plain | rows), window=window)
+    assert ((fused[0][live].double() - want).abs() <= BOUND[q.dtype] * (magnitude + 1e-3)).all()
+    assert fused[0][~live].eq(0).all()
+    return fused[0]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "lengths", "capacity"),
+    [(8, 2, [1, 64, 65, 300], 300), (4, 2, [200], 200), (1, 1, [70], 16400)],
+    ids=["batch", "one row", "long cache"],
+)
+def test_small(heads: int, kv_heads: int, d: int, lengths: list[int], capacity: int) -> None:
+    """Each kernel."""
+    check_rope_attention(make_projection(lengths, heads, kv_heads, d, capacity=capacity))
+
+
+@pytest.mark.sanitize
+def test_of_several_clusters() -> None:
+    check_rope_attention(make_projection([2300, 9], 4, 1, 64, capacity=2400))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_of_a_long_cache(d: int) -> None:
+    """Where tiles wait in a longer ring: one row, and the same in a batch."""
+    c = make_projection([20000, 40, 17000], 8, 2, d, capacity=20000)
+    whole = check_rope_attention(c)
+    for m in range(3):
+        row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
+        assert same(whole[m : m + 1], check_rope_attention(c | row))
+    short = {name: c[name][:, :, :300].contiguous() for name in ("k_cache", "v_cache")}
+    row = {name: c[name][1:2] for name in ("qkv", "slots", "positions")}
+    assert same(whole[1:2], check_rope_attention(c | short | row))
+
+
+@pytest.mark.parametrize("window", [0, 100, 3000])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1), (8, 1), (12, 1), (16, 4), (8, 8)])
+def test_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int) -> None:
+    """Rows of every length, each as it is alone; one head a KV head up to more than the tile has columns."""
+    c = make_projection(LENGTHS, heads, kv_heads, d)
+    whole = check_rope_attention(c, window=window)
+    for m in range(len(LENGTHS)):
+        row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
+        assert same(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
+
+
+@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_with_norms(d: int, plus_one: bool) -> None:
+    c = make_projection([1, 77, 1000], 16, 8, d, capacity=1000)
+    norms = {"q_norm": torch.rand(d, device=DEVICE) + 0.5, "k_norm": torch.rand(d, device=DEVICE)}
+    check_rope_attention(c, **norms, eps=1e-5, plus_one=plus_one)
+
+
+def test_leaves_idle_rows_and_full_slots_alone() -> None:
+    c = make_projection([30, 500, 700, 200], 8, 2, 128, capacity=700)
+    c["slots"][1] = -1
+    c["cos"], c["sin"] = (torch.cat([t, t]) for t in (c["cos"], c["sin"]))
+    c["k_cache"], c["v_cache"] = (c[name].nan_to_num(1.0) for name in ("k_cache", "v_cache"))
+    c["positions"][2] = 700  # beyond the cache: not written, the row sees what is there
+    check_rope_attention(c)
+
+
+@pytest.mark.parametrize(("d", "dtype"), [(96, BF16), (256, BF16), (64, FP32)])
+def test_without_a_fused_kernel(d: int, dtype: torch.dtype) -> None:
+    c = make_projection([1, 100], 4, 2, d, dtype, capacity=200)
+    check_rope_attention(c)
+    check_rope_attention(c, interleaved=True)
+    half = {name: c[name][:, : d // 4].contiguous() for name in ("cos", "sin")}
+    check_rope_attention(c | half)
+    check_rope_attention(c | half | {"positions": torch.stack((c["positions"], c["positions"] // 2))})
+
+
+def test_of_one_sequence() -> None:
+    """Rows that attend to each other's keys."""
+    for m in (1, 5, 40):
+        c = make_projection([m + 60] * m, 4, 2, 128, capacity=300)
+        c["slots"].fill_(2)
+        c["positions"] = torch.arange(60, 60 + m, dtype=torch.int32, device=DEVICE)
+        c["k_cache"].normal_()
+        c["v_cache"].normal_()
+        fused, apart = run_rope_attention(c, True, one_sequence=True), run_rope_attention(c, False, one_sequence=True)
+        assert all(same(a, b) for a, b in zip(fused, apart, strict=True))
+
+
+def test_in_a_graph() -> None:
+    """Twelve steps of two layers, each step recorded behind the other: as one by one, kernel by kernel."""
+    steps = 12
+    c = make_projection([100, 1, 60, 2047], 8, 2, 128, capacity=4000)
+    inputs = [torch.randn_like(c["qkv"], dtype=FP32).to(BF16) for _ in range(2 * steps)]
+    caches = [[c[name].clone() for name in ("k_cache", "v_cache")] for _ in range(4)]
+    positions = c["positions"].clone()
+
+    def step(x: Tensor, where: Tensor, layer: list[Tensor]) -> Tensor:
+        places = {"positions": where, "k_cache": layer[0], "v_cache": layer[1]}
+        return ops.rope_attention(**(c | {"qkv": x} | places))
+
+    apart = [step(x.clone(), positions + i // 2, caches[i % 2]) for i, x in enumerate(inputs)]
+    with fusion(True):
+        step(inputs[0].clone(), positions, caches[2])  # the first call loads the kernel
+        torch.cuda.synchronize()
+        with ops.capture(DEVICE) as program:
+            fused = [step(x, positions + i // 2, caches[2 + i % 2]) for i, x in enumerate(inputs)]
+    for _ in range(20):
+        program.replay()
+    assert all(same(a, b) for a, b in zip(fused, apart, strict=True))
+    for one, other in zip(caches[:2], caches[2:], strict=True):
+        assert all(same(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_sees_positions_that_change_just_before() -> None:
+    """The kernel ahead moves the rows on while this one has started and guessed where they are."""
+    c = make_projection([64, 1, 128, 2047], 8, 2, 128, capacity=2100)
+    state, steps, m = ops.SamplingState.greedy(4, DEVICE), 6, 4
+    logits, positions = torch.randn(m, 128256, device=DEVICE), c["positions"].clone()
+    qkv = [torch.randn_like(c["qkv"], dtype=FP32).to(BF16) for _ in range(steps)]
+    caches = [[c[name].nan_to_num(0.5) for name in ("k_cache", "v_cache")] for _ in range(2)]
+
+    def run(caches: list[Tensor]) -> list[Tensor]:
+        results = []
+        for x in qkv:
+            ops.sample(logits, state, positions=positions)
+            places = {"qkv": x.clone(), "positions": positions, "k_cache": caches[0], "v_cache": caches[1]}
+            results.append(ops.rope_attention(**(c | places)))
+        return results
+
+    want = run(caches[0])
+    with fusion(True):
+        run([t.clone() for t in caches[1]])
+    with ops.capture(DEVICE) as program:
+        got = run(caches[1])
+    for _ in range(3):
+        positions.copy_(c["positions"])
+        program.replay()
+        assert all(same(a, b) for a, b in zip(got, want, strict=True))
+    assert all(same(a, b) for a, b in zip(*caches, strict=True))
