@@ -150,7 +150,7 @@ class CheckpointWeights:
         value = self.checkpoint.tensor(name)
         if tuple(value.shape) != (size,):
             raise CheckpointError(f"{name} has shape {list(value.shape)}; config.json says [{size}]")
-        return value.to(self.device, torch.float32, copy=True)
+        return ops.to_device(value, self.device).to(torch.float32, copy=True)
 
     def _holds(self, module: str) -> bool:
         return any(f"{module}.{end}" in self.checkpoint for end in ("weight", "weight_packed"))
@@ -168,9 +168,9 @@ class CheckpointWeights:
 def _to_device(weight: Weight, device: torch.device) -> Weight:
     """The table as it is in the file: on the CPU it stays in the map, and only the rows in use become resident."""
     if isinstance(weight, Tensor):
-        return weight if device.type == "cpu" else weight.to(device)
-    zero = None if weight.zero_point is None else weight.zero_point.to(device)
-    scale, codes = weight.scale.to(device), weight.codes.to(device)
+        return ops.to_device(weight, device)
+    zero = None if weight.zero_point is None else ops.to_device(weight.zero_point, device)
+    scale, codes = ops.to_device(weight.scale, device), ops.to_device(weight.codes, device)
     return QuantizedWeight(codes, scale, zero, weight.bits, weight.group_size, weight.shape)
 
 

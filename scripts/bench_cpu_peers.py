@@ -69,10 +69,10 @@ def appearing(folder: Path) -> Iterator[Path]:
     partial.rename(folder)
 
 
-def make_checkpoint(shape: str, folder: Path, device: str = "cpu") -> None:
-    """Gaussian weights that keep the size of activations, biases of 0.1, gains of 1, in one bf16 file."""
+def make_checkpoint(raw: dict[str, Any], folder: Path, device: str = "cpu") -> None:
+    """config.json and one bf16 file: Gaussian weights that keep the size of activations, biases of 0.1, gains of 1."""
     generator, tensors = torch.Generator(device).manual_seed(0), {}
-    for spec in tensor_plan(SHAPES[shape]):
+    for spec in tensor_plan(raw):
         value = torch.randn(spec.shape, generator=generator, device=device)
         if spec.kind == "vector":
             value = value * 0.1 + ("norm" in spec.name)
@@ -80,7 +80,7 @@ def make_checkpoint(shape: str, folder: Path, device: str = "cpu") -> None:
             value *= spec.shape[1] ** -0.5
         tensors[spec.name] = value.bfloat16().cpu()
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    (folder / "config.json").write_text(json.dumps(raw))
 
 
 def prepare(shape: str, work: Path, peer_python: Path | None) -> dict[str, list[str]]:
@@ -89,7 +89,7 @@ def prepare(shape: str, work: Path, peer_python: Path | None) -> dict[str, list[
     if not source.exists():
         print(f"making random weights of {shape} ...", file=sys.stderr)
         with appearing(source) as folder:
-            make_checkpoint(shape, folder)
+            make_checkpoint(SHAPES[shape], folder)
     for bits, folder in quantized.items():
         if not folder.exists():
             nibblelm.convert(source, folder, bits=bits, group_size=-1, method="minmax")  # type: ignore[arg-type]

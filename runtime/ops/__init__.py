@@ -19,9 +19,9 @@ from torch import Tensor
 
 from nibblelm.errors import DeviceError
 from nibblelm.ops import reference
-from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, SamplingState, Weight
+from nibblelm.ops.types import ActivationBits, LinearStep, PackedLinear, QuantizedWeight, SamplingState, Weight
 
-__all__ = ["ActivationBits", "PackedLinear", "Program", "QuantizedWeight", "SamplingState", "Weight"]
+__all__ = ["ActivationBits", "LinearStep", "PackedLinear", "Program", "QuantizedWeight", "SamplingState", "Weight"]
 
 
 def backend(device: torch.device) -> ModuleType:
@@ -76,6 +76,11 @@ def capture(device: torch.device) -> AbstractContextManager[Program]:
     first `replay`. Recording is per thread, cannot be nested (RuntimeError), and is dropped on an exception.
     """
     return backend(device).capture(device)
+
+
+def to_device(t: Tensor, device: torch.device) -> Tensor:
+    """A CPU tensor on `device`, through pinned memory where there is a bus to cross; on the CPU it stays as it is."""
+    return t if device.type == "cpu" else backend(device).upload([t], device)
 
 
 def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:
@@ -144,6 +149,33 @@ def norm_linear(
     if not gated:
         return linear(normed, weight, bias, activation_bits, out), h
     return swiglu(linear(normed, weight, bias, activation_bits), weight.pairs), h
+
+
+def linear_chain(
+    x: Tensor,
+    residual: Tensor | None,
+    steps: Sequence[LinearStep],
+    activation_bits: ActivationBits = 24,
+    ahead: Sequence[PackedLinear] = (),
+) -> tuple[Tensor, Tensor | None]:
+    """Linears one after another, each of what the one before it gives: in one kernel where the device has it, with the
+    same bits.
+
+    x, residual (M, K); returns (the last y, the residual stream after the last step that has a norm)
+    ahead  the weights of linears that come after these, for a device that can ask its cache for them early
+    """
+    if x.device.type == "cuda":
+        together = backend(x.device).linear_chain(x, residual, steps, ahead)
+        if together is not None:
+            return together
+    for step in steps:
+        if step.gain is None:
+            x = linear(x, step.weight, step.bias, activation_bits)
+        else:
+            x, residual = norm_linear(
+                x, step.gain, step.eps, residual, step.weight, step.bias, activation_bits, gated=step.gated
+            )
+    return x, residual
 
 
 def layer_norm(

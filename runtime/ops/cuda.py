@@ -41,7 +41,7 @@ from nibblelm.ops.cuda_ops import (
     swiglu,
 )
 from nibblelm.ops.cuda_upload import upload
-from nibblelm.ops.types import PackedLinear, QuantizedWeight, Weight
+from nibblelm.ops.types import LinearStep, PackedLinear, QuantizedWeight, Weight
 
 __all__ = [
     "Program",
@@ -58,6 +58,7 @@ __all__ = [
     "kv_append",
     "layer_norm",
     "linear",
+    "linear_chain",
     "log_softmax",
     "norm_linear",
     "pack_linear",
@@ -87,7 +88,7 @@ class CudaWeight:
     descriptor: Any
     values: Tensor  # fragments of codes (bytes), or the padded row-major matrix
     records: Tensor | None
-    arrivals: Tensor  # int32 zeros, one per strip of 16 rows
+    arrivals: Tensor  # int32 zeros, one per strip of 16 rows and one more: the kernels' counters
     exact_codes: bool  # per-row zero-point form: q - zero is an integer that bf16 holds
 
 
@@ -97,37 +98,41 @@ def _padded(t: Tensor, rows: int, columns: int) -> Tensor:
     return torch.nn.functional.pad(t, (0, columns - t.shape[1], 0, rows - t.shape[0]))
 
 
-def _stacked(parts: list[Tensor], pairs: bool) -> Tensor:
-    """The rows of all parts; in pairs, 8 of the first and then 8 of the second in turn."""
-    t = parts[0] if len(parts) == 1 else torch.cat(parts)
+def _stacked(parts: Sequence[Tensor], pairs: bool, device: torch.device) -> Tensor:
+    """The rows of all parts on the device; in pairs, 8 of the first and then 8 of the second in turn."""
+    t = upload(parts, device)
     return t.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(0, 2) if pairs else t
 
 
-def _unpack_zero(part: QuantizedWeight, device: torch.device) -> Tensor:
-    """Zero-points of a part as uint8 (N, G)."""
-    n, groups = part.shape[0], part.groups
-    if part.zero_point is None:
-        return torch.full((n, groups), 1 << (part.bits - 1), dtype=torch.uint8, device=device)
-    shifts = torch.arange(0, 32, part.bits, dtype=torch.int32, device=device).view(1, -1, 1)
-    zero = (part.zero_point.to(device).unsqueeze(1) >> shifts) & ((1 << part.bits) - 1)
-    return zero.reshape(-1, groups)[:n].to(torch.uint8)
+def _zeros(parts: Sequence[QuantizedWeight], device: torch.device) -> Tensor:
+    """Zero-points of all parts as uint8 (N, G)."""
+    bits, groups = parts[0].bits, parts[0].groups
+    per, middle = 32 // bits, -0x77777778 if bits == 4 else -0x7F7F7F80  # 8 or 128 in every place of an int32
+    words = [
+        torch.full((-(-p.shape[0] // per), groups), middle, dtype=torch.int32) if p.zero_point is None else p.zero_point
+        for p in parts
+    ]
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=device).view(1, -1, 1)
+    zeros = ((upload(words, device).unsqueeze(1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).reshape(-1, groups)
+    padded = zeros.split([w.shape[0] * per for w in words])
+    return torch.cat([t[: p.shape[0]] for t, p in zip(padded, parts, strict=True)])
 
 
 def _records(parts: Sequence[QuantizedWeight], pairs: bool, strips: int, groups: int, device: torch.device) -> Tensor:
     """Scales, zero-points and minima in the layout of csrc/cuda/linear.h: uint8 (strips, groups, record bytes)."""
 
-    def halves(tensors: list[Tensor]) -> Tensor:
-        t = _padded(_stacked(tensors, pairs), strips * 16, groups).view(strips, 2, 8, groups)
+    def halves(tensors: Sequence[Tensor]) -> Tensor:
+        t = _padded(_stacked(tensors, pairs, device), strips * 16, groups).view(strips, 2, 8, groups)
         return t.permute(0, 3, 2, 1).contiguous().view(strips, groups, -1).view(torch.uint8)
 
-    fields = [halves([p.scale.to(device) for p in parts])]
+    fields = [halves([p.scale for p in parts])]
     if any(p.zero_point is not None for p in parts):
-        zeros = halves([_unpack_zero(p, device) for p in parts])
+        zeros = halves([_zeros(parts, device)])
         fields.append(zeros[..., 0::2] | zeros[..., 1::2] << 4 if parts[0].bits == 4 else zeros)
-    minima = [p.minimum.to(device) for p in parts if p.minimum is not None]
+    minima = [p.minimum for p in parts if p.minimum is not None]
     if minima:
         fields.append(halves(minima))
-    return torch.cat(fields, -1).contiguous()
+    return fields[0] if len(fields) == 1 else torch.cat(fields, -1)
 
 
 def _scheme(part: Weight) -> tuple[object, ...]:
@@ -144,14 +149,14 @@ def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = Fal
         raise ValueError(f"parts of one linear differ in scheme: {[_scheme(p) for p in parts]}")
     n, k = sum(p.shape[0] for p in parts), first.shape[1]
     with torch.cuda.device(device):
-        arrivals = torch.zeros(-(-n // 16), dtype=torch.int32, device=device)
+        arrivals = torch.zeros(-(-n // 16) + 1, dtype=torch.int32, device=device)
         packed = (
             _pack_quantized([cast(QuantizedWeight, p) for p in parts], pairs, n, k, arrivals)
             if isinstance(first, QuantizedWeight)
             else _pack_full([cast(Tensor, p) for p in parts], pairs, n, k, arrivals)
         )
-        # Kernels may read weights before the kernel ahead of them has finished (programmatic launch).
-        torch.cuda.current_stream().synchronize()
+        if launch_args()[1]:  # kernels may read weights before the work ahead of them is done
+            torch.cuda.current_stream().synchronize()
     nbytes = sum(t.numel() * t.element_size() for t in (packed.values, packed.records) if t is not None)
     bits, group = (first.bits, first.group_size) if isinstance(first, QuantizedWeight) else (8 * first.itemsize, -1)
     return PackedLinear((n, k), bits, group, nbytes, device, packed, pairs)
@@ -161,7 +166,7 @@ def _pack_full(parts: list[Tensor], pairs: bool, n: int, k: int, arrivals: Tenso
     if parts[0].dtype not in DTYPES:
         raise ValueError(f"full weights are fp32, fp16 or bf16, not {parts[0].dtype}")
     device = arrivals.device
-    values = _padded(_stacked([upload(p, device) for p in parts], pairs), n, -(-k // 32) * 32).contiguous()
+    values = _padded(_stacked(parts, pairs, device), n, -(-k // 32) * 32).contiguous()
     if values.data_ptr() % 16:
         values = values.clone()
     dtype = DTYPES[values.dtype]
@@ -186,7 +191,7 @@ def _pack_quantized(parts: list[QuantizedWeight], pairs: bool, n: int, k: int, a
 
     sizes = descriptor(0, 0)
     records = _records(parts, pairs, sizes.strips, sizes.groups, device)
-    codes = _stacked([upload(p.codes, device) for p in parts], pairs).contiguous()
+    codes = _stacked([p.codes for p in parts], pairs, device)
     values = torch.empty(sizes.strips * sizes.steps * 256 * bits, dtype=torch.uint8, device=device)
     packed = descriptor(values.data_ptr(), records.data_ptr())
     stream = torch.cuda.current_stream().cuda_stream
@@ -194,7 +199,8 @@ def _pack_quantized(parts: list[QuantizedWeight], pairs: bool, n: int, k: int, a
     return CudaWeight(packed, values, records, arrivals, group == -1 and not minimum)
 
 
-def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor | None) -> Tensor:
+def _checked_linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, out: Tensor | None) -> Tensor:
+    """The place of the result; ValueError where the arguments break the contract."""
     (n, k), rows = weight.shape, x.shape[0]
     if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1 or x.dtype not in {torch.bfloat16, torch.float32}:
         raise ValueError(f"linear: x {tuple(x.shape)} {x.dtype} strides {x.stride()}, want (M, {k}) bf16 or fp32")
@@ -206,26 +212,39 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits
         )
     if bias is not None and (bias.shape != (n,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
         raise ValueError(f"linear: bias {tuple(bias.shape)} {bias.dtype}, want contiguous ({n},) fp32")
-    if rows > _cuda.MAX_DECODE_ROWS:
-        _large_linear(x, weight, bias, out)
-    elif rows > 0:
-        _decode_linear(x, weight, bias, out, 0, 0, 0, 0, 0.0, False, False)
     return out
 
 
-def _decode_linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, out: Tensor, *fusion: float) -> None:
-    """`fusion`: gain, residual and h (addresses), residual stride, eps, plus_one, swiglu."""
+def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor | None) -> Tensor:
+    out = _checked_linear(x, weight, bias, out)
+    if x.shape[0] > _cuda.MAX_DECODE_ROWS:
+        _large_linear(x, weight, bias, out)
+    elif x.shape[0] > 0:
+        step, _workspace = _decode_step(x, weight, bias, out, *_NO_FUSION)
+        _cuda.linear([step], [], *launch_args())
+    return out
+
+
+def _decode_step(x: Tensor, weight: PackedLinear, bias: Tensor | None, out: Tensor, *fusion: float) -> tuple[Any, Any]:
+    """What the kernel takes, and the workspace, to be kept until the launch.
+
+    fusion  gain, residual and h (addresses), residual stride, eps, plus_one, swiglu
+    """
     data: CudaWeight = weight.data
     size = _cuda.linear_workspace(data.descriptor, x.data_ptr(), x.stride(0), DTYPES[x.dtype], x.shape[0])
     workspace = torch.empty(size, dtype=torch.uint8, device=x.device) if size else None
-    _cuda.linear(
+    step = _cuda.LinearStep(
         data.descriptor, x.data_ptr(), x.stride(0), DTYPES[x.dtype], out.data_ptr(), out.stride(0),
         DTYPES[out.dtype], 0 if bias is None else bias.data_ptr(), x.shape[0],
-        0 if workspace is None else workspace.data_ptr(), data.arrivals.data_ptr(), *fusion, *launch_args(),
+        0 if workspace is None else workspace.data_ptr(), data.arrivals.data_ptr(), *fusion,
     )  # fmt: skip
+    return step, workspace
 
 
-def norm_linear(
+_NO_FUSION = (0, 0, 0, 0, 0.0, False, False)
+
+
+def _norm_step(
     x: Tensor,
     gain: Tensor,
     eps: float,
@@ -235,8 +254,8 @@ def norm_linear(
     out: Tensor | None,
     plus_one: bool,
     gated: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """(y, h) by one kernel, or None where these arguments have none."""
+) -> tuple[tuple[Any, Any], Tensor, Tensor] | None:
+    """(step and workspace, y, h), or None where the kernel does not take these arguments."""
     n, k = weight.shape
     rows = [x] if residual is None else [x, residual]
     fits = all(
@@ -254,11 +273,54 @@ def norm_linear(
     if out is None:
         out = torch.empty(x.shape[0], n // 2 if gated else n, dtype=x.dtype, device=x.device)
     h = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    _decode_linear(
+    step = _decode_step(
         x, weight, bias, out, gain.data_ptr(), 0 if residual is None else residual.data_ptr(), h.data_ptr(),
         0 if residual is None else residual.stride(0), eps, plus_one, gated,
     )  # fmt: skip
-    return out, h
+    return step, out, h
+
+
+def norm_linear(
+    x: Tensor,
+    gain: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    weight: PackedLinear,
+    bias: Tensor | None,
+    out: Tensor | None,
+    plus_one: bool,
+    gated: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """(y, h) by one kernel, or None where these arguments have none."""
+    found = _norm_step(x, gain, eps, residual, weight, bias, out, plus_one, gated)
+    if found is None:
+        return None
+    (step, _workspace), y, h = found
+    _cuda.linear([step], [], *launch_args())
+    return y, h
+
+
+def linear_chain(
+    x: Tensor, residual: Tensor | None, steps: Sequence[LinearStep], ahead: Sequence[PackedLinear]
+) -> tuple[Tensor, Tensor | None] | None:
+    """(y, residual) by as few kernels as can be, or None where a step has none."""
+    if not (fused() and x.dtype == torch.bfloat16 and 0 < x.shape[0] <= _cuda.MAX_DECODE_ROWS):
+        return None
+    recorded, kept = [], [x]
+    for step in steps:
+        if step.gain is None:
+            out = _checked_linear(x, step.weight, step.bias, None)
+            found, x = _decode_step(x, step.weight, step.bias, out, *_NO_FUSION), out
+        else:
+            normed = _norm_step(x, step.gain, step.eps, residual, step.weight, step.bias, None, False, step.gated)
+            if normed is None:
+                return None
+            found, x, residual = normed
+        recorded.append(found)
+        kept.append(x)
+    weights = [w.data.values for w in ahead[: _cuda.MAX_AHEAD]]
+    _cuda.linear([step for step, _ in recorded], [(w.data_ptr(), w.nbytes) for w in weights], *launch_args())
+    return x, residual
 
 
 @contextmanager

@@ -52,8 +52,11 @@ def launch_args() -> tuple[int, bool]:
 def programmatic_launch(enabled: bool) -> Iterator[None]:
     """Whether the block's kernels may start before the kernel ahead of them has finished (sm_90 and later).
 
-    Outside of any such block they may where they are captured, and may not where they are called.
+    Outside of any such block they may where they are captured, and may not where they are called. Such kernels read
+    weights ahead of their turn in the stream, so entering waits for those whose upload is under way.
     """
+    if enabled and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
     token = _programmatic.set(enabled)
     try:
         yield

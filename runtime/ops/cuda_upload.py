@@ -1,35 +1,67 @@
-"""Host to device through pinned memory: one buffer fills from the file's pages while the other is on the bus.
+"""Host to device through pinned memory: torch's threads fill one slot of a ring from the file's pages while the slots
+before it are on the bus.
 
-A copy straight from pageable memory stages through the driver on one thread and reaches about a sixth of the bus.
+A copy straight from pageable memory stages through the driver on one thread and reaches about a sixth of the bus, and
+waits for everything ahead of it on the stream.
 """
 
+from collections import deque
+from collections.abc import Iterator, Sequence
 from threading import Lock
 
 import torch
 from torch import Tensor
 
-_CHUNK = 64 << 20
+SLOT, SLOTS = 8 << 20, 8
 _lock = Lock()
-_buffers: list[tuple[Tensor, torch.cuda.Event]] = []
+_ring: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # in front the slot whose copy is the oldest
 
 
-def upload(source: Tensor, device: torch.device) -> Tensor:
-    """A contiguous copy of a CPU tensor on `device`; a tensor that is there already comes back as it is."""
-    if source.device.type != "cpu":
-        return source
-    target = torch.empty(source.shape, dtype=source.dtype, device=device)
-    if source.nbytes < 1 << 20 or not source.is_contiguous():
-        return target.copy_(source)
-    raw, out = source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
+def upload(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The rows of `parts`, one part after another, contiguous on `device`.
+
+    A single contiguous tensor that is there already comes back as it is. The copy is queued on the current stream:
+    work on that stream finds it done, and the host may drop the parts.
+    """
+    if any(p.device.type != "cpu" for p in parts):
+        there = [p.to(device) for p in parts]
+        return there[0].contiguous() if len(there) == 1 else torch.cat(there)
+    target = torch.empty(sum(p.shape[0] for p in parts), *parts[0].shape[1:], dtype=parts[0].dtype, device=device)
+    rest = target.view(-1).view(torch.uint8)
     with _lock, torch.cuda.device(device):
-        if not _buffers:
-            for _ in range(2):
-                _buffers.append((torch.empty(_CHUNK, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()))
-        for i, first in enumerate(range(0, raw.numel(), _CHUNK)):
-            staged, sent = _buffers[i % 2]
-            sent.synchronize()  # the copy that used this buffer last
-            part = raw[first : first + _CHUNK]
-            staged[: part.numel()].copy_(part)
-            out[first : first + _CHUNK].copy_(staged[: part.numel()], non_blocking=True)
+        for pieces in _slotfuls(parts):
+            slot, filled = _free_slot(), 0
+            for piece in pieces:
+                slot[filled : filled + piece.numel()].copy_(piece)
+                filled += piece.numel()
+            rest[:filled].copy_(slot[:filled], non_blocking=True)
+            rest = rest[filled:]
+            sent = torch.cuda.Event()
             sent.record()
+            _ring.append((slot, sent))
     return target
+
+
+def _slotfuls(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The bytes of all parts in order, in lists that fill a slot each."""
+    pieces, room = [], SLOT
+    for part in parts:
+        raw = part.contiguous().view(-1).view(torch.uint8)
+        while raw.numel():
+            pieces.append(raw[:room])
+            room, raw = room - pieces[-1].numel(), raw[room:]
+            if room == 0:
+                yield pieces
+                pieces, room = [], SLOT
+    if pieces:
+        yield pieces
+
+
+def _free_slot() -> Tensor:
+    """The slot whose copy is the oldest, when that is done."""
+    if not _ring:
+        memory = torch.empty(SLOTS, SLOT, dtype=torch.uint8, pin_memory=True)
+        _ring.extend((slot, torch.cuda.Event()) for slot in memory)
+    slot, sent = _ring.popleft()
+    sent.synchronize()
+    return slot
