@@ -15,6 +15,7 @@ from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, We
 
 Kind = Literal["linear", "head", "embedding", "vector"]
 PACKED = frozenset({"weight_packed", "weight_scale", "weight_zero_point", "weight_shape"})
+_RELEASED = 64 << 10  # bytes: the pages of a smaller tensor are not worth the call that gives them back
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,9 @@ class CheckpointWeights:
 
     def _release(self, module: str) -> None:
         for end in ("weight", *sorted(PACKED)):
-            if f"{module}.{end}" in self.checkpoint:
-                self.checkpoint.release(f"{module}.{end}")
+            name = f"{module}.{end}"
+            if name in self.checkpoint and self.checkpoint.info(name).nbytes >= _RELEASED:
+                self.checkpoint.release(name)
 
     def matrices(
         self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear", pairs: bool = False

@@ -112,9 +112,10 @@ def _zeros(parts: Sequence[QuantizedWeight], device: torch.device) -> Tensor:
         torch.full((-(-p.shape[0] // per), groups), middle, dtype=torch.int32) if p.zero_point is None else p.zero_point
         for p in parts
     ]
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=device).view(1, -1, 1)
-    zeros = ((upload(words, device).unsqueeze(1) >> shifts) & ((1 << bits) - 1)).to(torch.uint8).reshape(-1, groups)
-    padded = zeros.split([w.shape[0] * per for w in words])
+    zeros = upload(words, device).view(-1).view(torch.uint8).view(-1, groups, 4).transpose(1, 2)  # little-endian
+    if bits == 4:
+        zeros = torch.stack([zeros & 15, zeros >> 4], 2)
+    padded = zeros.reshape(-1, groups).split([w.shape[0] * per for w in words])
     return torch.cat([t[: p.shape[0]] for t, p in zip(padded, parts, strict=True)])
 
 
@@ -190,7 +191,9 @@ def _pack_quantized(parts: list[QuantizedWeight], pairs: bool, n: int, k: int, a
         )
 
     sizes = descriptor(0, 0)
-    records = _records(parts, pairs, sizes.strips, sizes.groups, device)
+    small = sizes.strips * sizes.groups < 1 << 12  # then a launch costs more than the CPU's work
+    where = torch.device("cpu") if small and parts[0].scale.device.type == "cpu" else device
+    records = upload([_records(parts, pairs, sizes.strips, sizes.groups, where)], device)
     codes = _stacked([p.codes for p in parts], pairs, device)
     values = torch.empty(sizes.strips * sizes.steps * 256 * bits, dtype=torch.uint8, device=device)
     packed = descriptor(values.data_ptr(), records.data_ptr())

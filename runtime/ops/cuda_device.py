@@ -23,24 +23,29 @@ _programmatic: ContextVar[bool | None] = ContextVar("programmatic_launch", defau
 _fused: ContextVar[bool] = ContextVar("fusion", default=False)
 
 
-def available() -> tuple[bool, str]:
-    """Whether CUDA kernels can run here, and if not, why (for `nibblelm doctor` and error messages)."""
+def _obstacle() -> str:
+    """Why CUDA kernels cannot run here; empty where they can."""
     if torch.version.cuda is None:
-        return False, f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch"
+        return f"torch {torch.__version__} is built without CUDA; install a CUDA build of torch"
     if not torch.cuda.is_available():
-        return False, "torch sees no CUDA device; check nvidia-smi and the driver"
+        return "torch sees no CUDA device; check nvidia-smi and the driver"
     if kernels is None:
         if "No module named" in _LOAD_ERROR or "cannot import name" in _LOAD_ERROR:
-            return False, "the extension nibblelm._cuda is not built; reinstall where nvcc is on the PATH"
-        return False, f"the extension nibblelm._cuda does not load: {_LOAD_ERROR}"
-    return True, f"{torch.cuda.get_device_name()}, torch CUDA {torch.version.cuda}"
+            return "the extension nibblelm._cuda is not built; reinstall where nvcc is on the PATH"
+        return f"the extension nibblelm._cuda does not load: {_LOAD_ERROR}"
+    return ""
+
+
+def available() -> tuple[bool, str]:
+    """Whether CUDA kernels can run here, and if not, why (for `nibblelm doctor` and error messages)."""
+    obstacle = _obstacle()
+    return not obstacle, obstacle or f"{torch.cuda.get_device_name()}, torch CUDA {torch.version.cuda}"
 
 
 def require() -> None:
     """Raise `DeviceError` with the real reason where CUDA kernels cannot run."""
-    usable, reason = available()
-    if not usable:
-        raise DeviceError(f"device 'cuda' cannot be used: {reason}. Use device 'cpu', or fix that first")
+    if obstacle := _obstacle():
+        raise DeviceError(f"device 'cuda' cannot be used: {obstacle}. Use device 'cpu', or fix that first")
 
 
 def launch_args() -> tuple[int, bool]:

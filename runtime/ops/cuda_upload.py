@@ -20,24 +20,23 @@ _ring: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # in front the slot who
 def upload(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """The rows of `parts`, one part after another, contiguous on `device`.
 
-    A single contiguous tensor that is there already comes back as it is. The copy is queued on the current stream:
-    work on that stream finds it done, and the host may drop the parts.
+    A single contiguous tensor that is there already comes back as it is. The copy is queued on the device's
+    current stream: work on that stream finds it done, and the host may drop the parts.
     """
-    if any(p.device.type != "cpu" for p in parts):
+    if device.type == "cpu" or any(p.device.type != "cpu" for p in parts):
         there = [p.to(device) for p in parts]
         return there[0].contiguous() if len(there) == 1 else torch.cat(there)
     target = torch.empty(sum(p.shape[0] for p in parts), *parts[0].shape[1:], dtype=parts[0].dtype, device=device)
-    rest = target.view(-1).view(torch.uint8)
-    with _lock, torch.cuda.device(device):
+    rest, stream = target.view(-1).view(torch.uint8), torch.cuda.current_stream(device)
+    with _lock:
         for pieces in _slotfuls(parts):
             slot, filled = _free_slot(), 0
             for piece in pieces:
                 slot[filled : filled + piece.numel()].copy_(piece)
                 filled += piece.numel()
             rest[:filled].copy_(slot[:filled], non_blocking=True)
-            rest = rest[filled:]
-            sent = torch.cuda.Event()
-            sent.record()
+            rest, sent = rest[filled:], torch.cuda.Event()
+            sent.record(stream)
             _ring.append((slot, sent))
     return target
 

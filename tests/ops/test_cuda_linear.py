@@ -1,5 +1,6 @@
 """CUDA linear against float64 over formats, forms, groups, odd sizes and row counts."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,6 +205,19 @@ class TestFull:
     def test_a_16_bit_table_is_not_copied(self) -> None:
         table = full(64, 96, torch.bfloat16)[0].to(DEVICE)
         assert ops.pack_linear([table], DEVICE).data.values.data_ptr() == table.data_ptr()
+
+
+    @pytest.mark.parametrize("form", ["zero", "symmetric", "minimum"])
+    @pytest.mark.parametrize(("bits", "group"), [(4, -1), (8, -1), (4, 32), (8, 128)])
+    def test_weights_of_host_and_device_pack_alike(self, bits: int, group: int, form: str) -> None:
+        """The records of small host weights are made on the CPU, all others on the device."""
+        parts = [quantized(n, 384, bits, group, form, torch.bfloat16, n)[0] for n in (17, 3, 64)]
+        there = [
+            replace(part, **{f: t.to(DEVICE) for f, t in vars(part).items() if isinstance(t, Tensor)}) for part in parts
+        ]
+        host, device = (ops.pack_linear(p, DEVICE).data for p in (parts, there))
+        assert torch.equal(host.records, device.records)
+        assert torch.equal(host.values, device.values)
 
 
 class TestCalls:
