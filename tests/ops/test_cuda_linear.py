@@ -206,7 +206,6 @@ class TestFull:
         table = full(64, 96, torch.bfloat16)[0].to(DEVICE)
         assert ops.pack_linear([table], DEVICE).data.values.data_ptr() == table.data_ptr()
 
-
     @pytest.mark.parametrize("form", ["zero", "symmetric", "minimum"])
     @pytest.mark.parametrize(("bits", "group"), [(4, -1), (8, -1), (4, 32), (8, 128)])
     def test_weights_of_host_and_device_pack_alike(self, bits: int, group: int, form: str) -> None:
