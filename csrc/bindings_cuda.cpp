@@ -2,6 +2,7 @@
 // `torch.cuda.current_stream().cuda_stream`. Each op registers itself in its own block: keep them in alphabetical order
 // of their files.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include "cuda/graph.h"
 #include "cuda/launch.h"
@@ -50,16 +51,19 @@ PYBIND11_MODULE(_cuda, m) {
         [](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype, int rows) {
           return linear_decode_workspace(weight, pointer(x), x_stride, static_cast<DType>(x_dtype), rows);
         });
-  m.def("linear", [](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype, std::uintptr_t y,
-                     std::int64_t y_stride, int y_dtype, std::uintptr_t bias, int rows, std::uintptr_t workspace,
-                     std::uintptr_t arrivals, std::uintptr_t gain, std::uintptr_t residual, std::uintptr_t h,
-                     std::int64_t residual_stride, float eps, bool plus_one, bool swiglu, std::uintptr_t stream,
-                     bool programmatic) {
-    linear_decode(weight,
-                  {pointer(x), x_stride, static_cast<DType>(x_dtype), pointer(y), y_stride, static_cast<DType>(y_dtype),
-                   pointer<float>(bias), rows, pointer(workspace), pointer<int>(arrivals), pointer<float>(gain),
-                   pointer(residual), pointer(h), residual_stride, eps, plus_one, swiglu},
-                  {pointer(stream), programmatic});
+  py::class_<LinearStep>(m, "LinearStep")
+      .def(py::init([](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype,
+                       std::uintptr_t y, std::int64_t y_stride, int y_dtype, std::uintptr_t bias, int rows,
+                       std::uintptr_t workspace, std::uintptr_t arrivals, std::uintptr_t gain, std::uintptr_t residual,
+                       std::uintptr_t h, std::int64_t residual_stride, float eps, bool plus_one, bool swiglu) {
+        return LinearStep{
+            weight,
+            {pointer(x), x_stride, static_cast<DType>(x_dtype), pointer(y), y_stride, static_cast<DType>(y_dtype),
+             pointer<float>(bias), rows, pointer(workspace), pointer<int>(arrivals), pointer<float>(gain),
+             pointer(residual), pointer(h), residual_stride, eps, plus_one, swiglu}};
+      }));
+  m.def("linear", [](const std::vector<LinearStep>& steps, std::uintptr_t stream, bool programmatic) {
+    linear_decode(steps, {pointer(stream), programmatic});
   });
   m.def("linear_pack", [](const LinearWeight& weight, std::uintptr_t codes, std::int64_t words, std::uintptr_t data,
                           std::uintptr_t stream) {

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from nibblelm.config import DECODER_KEYS, DecoderConfig, Key, decoder_config, read_keys
-from nibblelm.layers import Attention, Embedding, Head, Mlp, RMSNorm, Rope, Step, Weights
+from nibblelm.layers import Attention, Embedding, Head, Mlp, RMSNorm, Rope, Step, Weights, run
 
 KEYS = {
     **DECODER_KEYS,
@@ -23,7 +23,7 @@ def read_config(raw: Mapping[str, Any], strict: bool = False) -> DecoderConfig:
 
 
 class Layer:
-    """One decoder layer; x and the residual stream are (M, hidden)."""
+    """One decoder layer: what reads the residual stream, (M, hidden), and writes to it."""
 
     def __init__(self, weights: Weights, config: DecoderConfig, rope: Rope, index: int) -> None:
         name = f"model.layers.{index}"
@@ -33,10 +33,6 @@ class Layer:
         )
         self.attention = Attention(weights, f"{name}.self_attn", config, rope, index, before_attention)
         self.mlp = Mlp(weights, f"{name}.mlp", config, before_mlp)
-
-    def forward(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        x, residual = self.attention(x, residual, step)
-        return self.mlp(x, residual)
 
 
 class Model:
@@ -52,9 +48,11 @@ class Model:
 
     def forward(self, step: Step, rows: slice = slice(None)) -> Tensor:
         """Logits (rows, vocab) in fp32 of the chosen rows of a step; the step's keys and values enter its cache."""
-        x, residual = self.embedding(step.ids), None
-        for layer in self.layers:
-            x, residual = layer.forward(x, residual, step)
+        x, residual = run([self.layers[0].attention.before], self.embedding(step.ids), None)
+        for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
+            # From one attention to the next in one run, which a device may take as one kernel.
+            links = [layer.attention.after, *layer.mlp.links, *([following.attention.before] if following else [])]
+            x, residual = run(links, layer.attention(x, step), residual)
         if residual is not None and rows != slice(None):
             x, residual = x[rows], residual[rows]
         return self.head(self.norm, x, residual)

@@ -18,6 +18,7 @@ __all__ = [
     "Embedding",
     "Head",
     "Linear",
+    "Link",
     "Mlp",
     "PlanWeights",
     "RMSNorm",
@@ -25,6 +26,7 @@ __all__ = [
     "Step",
     "TensorSpec",
     "Weights",
+    "run",
 ]
 
 
@@ -66,16 +68,37 @@ class Linear:
             first = last
         return out
 
-    def of_norm(
-        self, norm: "RMSNorm", x: Tensor, residual: Tensor | None, gated: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """(this projection of norm(h), h), h = x + residual; gated: then SwiGLU."""
-        if len(self.packed) == 1:
-            return ops.norm_linear(
-                x, norm.weight, norm.eps, residual, self.packed[0], self.bias, self.activation_bits, gated=gated
+
+@dataclass(frozen=True)
+class Link:
+    """A projection of the residual stream's norm (gated: then SwiGLU), or without a norm of what comes before it."""
+
+    linear: Linear
+    norm: "RMSNorm | None" = None
+    gated: bool = False
+
+
+def run(links: Sequence[Link], x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Links one after another: (what the last one gives, the residual stream), (M, K) -> (M, N)."""
+    if all(len(link.linear.packed) == 1 for link in links):
+        steps = [
+            ops.LinearStep(link.linear.packed[0], link.linear.bias, gated=link.gated)
+            if link.norm is None
+            else ops.LinearStep(
+                link.linear.packed[0], link.linear.bias, link.norm.weight, link.norm.eps, gated=link.gated
             )
-        x, h = norm(x, residual)
-        return (ops.swiglu(self(x)) if gated else self(x)), h
+            for link in links
+        ]
+        return ops.linear_chain(x, residual, steps, links[0].linear.activation_bits)
+    if len(links) > 1:
+        for link in links:
+            x, residual = run([link], x, residual)
+        return x, residual
+    (link,) = links
+    if link.norm is not None:
+        x, residual = link.norm(x, residual)
+    x = link.linear(x)
+    return (ops.swiglu(x) if link.gated else x), residual
 
 
 class Head:
@@ -127,44 +150,40 @@ class Rope:
 
 
 class Attention:
-    """A norm, then grouped-query attention with rotary positions and, where the family has it, a norm on each head of
-    q and k: (x, residual) -> (output, x + residual)."""
+    """Grouped-query attention with rotary positions and, where the family has it, a norm on each head of q and k.
+
+    `before` gives q, k and v of the residual stream's norm, side by side; a call attends; `after` projects the heads.
+    """
 
     def __init__(
         self, weights: Weights, name: str, config: DecoderConfig, rope: Rope, layer: int, norm: RMSNorm
     ) -> None:
-        self.norm = norm
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.layer, self.window, self.rope = layer, config.windows[layer], rope
         q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         parts = [(f"{name}.q_proj", q_size), (f"{name}.k_proj", kv_size), (f"{name}.v_proj", kv_size)]
-        self.qkv = Linear(weights, parts, config.hidden_size, config.qkv_bias)
-        self.o = Linear(weights, [(f"{name}.o_proj", config.hidden_size)], q_size, config.o_bias)
+        self.before = Link(Linear(weights, parts, config.hidden_size, config.qkv_bias), norm)
+        self.after = Link(Linear(weights, [(f"{name}.o_proj", config.hidden_size)], q_size, config.o_bias))
         self.eps = config.norm_eps
         norms = [weights.vector(f"{name}.{part}_norm.weight", self.head_dim) for part in "qk"] if config.qk_norm else []
         self.q_norm, self.k_norm = norms or (None, None)
 
-    def __call__(self, x: Tensor, residual: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
-        qkv, h = self.qkv.of_norm(self.norm, x, residual)
-        qkv = qkv.view(x.shape[0], -1, self.head_dim)
+    def __call__(self, qkv: Tensor, step: Step) -> Tensor:
+        """(M, (H + 2 Hkv) D), which is undefined afterwards -> (M, H D)."""
+        qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
         keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
         places = (step.positions, step.slots, self.rope.cos, self.rope.sin, keys, values)
         norms = {"q_norm": self.q_norm, "k_norm": self.k_norm, "eps": self.eps}
         scale = self.head_dim**-0.5
-        out = ops.rope_attention(qkv, *places, scale, self.window, one_sequence=step.one_sequence, **norms)
-        return self.o(out), h
+        return ops.rope_attention(qkv, *places, scale, self.window, one_sequence=step.one_sequence, **norms)
 
 
 class Mlp:
-    """A norm, then the SwiGLU feed-forward down(silu(gate(x)) * up(x)): (x, residual) -> (output, x + residual)."""
+    """The SwiGLU feed-forward down(silu(gate(x)) * up(x)) of the residual stream's norm."""
 
     def __init__(self, weights: Weights, name: str, config: DecoderConfig, norm: RMSNorm) -> None:
-        self.norm = norm
         size, hidden = config.intermediate_size, config.hidden_size
         parts = [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)]
-        self.gate_up = Linear(weights, parts, hidden, config.mlp_bias, pairs=not config.mlp_bias)
-        self.down = Linear(weights, [(f"{name}.down_proj", hidden)], size, config.mlp_bias)
-
-    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        x, h = self.gate_up.of_norm(self.norm, x, residual, gated=True)
-        return self.down(x), h
+        gate_up = Linear(weights, parts, hidden, config.mlp_bias, pairs=not config.mlp_bias)
+        down = Linear(weights, [(f"{name}.down_proj", hidden)], size, config.mlp_bias)
+        self.links = [Link(gate_up, norm, gated=True), Link(down)]

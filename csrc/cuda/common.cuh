@@ -138,6 +138,10 @@ __device__ __forceinline__ uint32_t keep(uint32_t v) {
   asm volatile("" : "+r"(v));
   return v;
 }
+__device__ __forceinline__ float keep(float v) {
+  asm volatile("" : "+f"(v));
+  return v;
+}
 __device__ __forceinline__ const bf16* keep(const bf16* p) {
   asm volatile("" : "+l"(p));
   return p;
@@ -220,15 +224,21 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
+// Lets a kernel have that much dynamic shared memory. The multiprocessor is divided as if it needed all: what the
+// driver would leave to L1 is then there for a block of the next kernel.
+template <typename What, typename Kernel>
+void allow_shared_memory(Kernel* kernel, int bytes, What what) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what());
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+        what());
+}
+
 // Launches `kernel` on `launch.stream`, raising its shared memory limit where needed. `what()` builds the text for the
 // error message ("rms_norm x=(3, 4096) bf16") and runs only on failure.
 template <typename What, typename... Params, typename... Args>
 void launch_kernel(const Launch& launch, What what, void (*kernel)(Params...), dim3 grid, dim3 block,
                    size_t shared_bytes, Args... args) {
-  if (shared_bytes > 48 * 1024) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-          what());
-  }
+  if (shared_bytes > 48 * 1024) allow_shared_memory(kernel, static_cast<int>(shared_bytes), what);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "launch.h"
 
@@ -66,7 +67,7 @@ struct LinearArgs {
   const float* bias;  // (n,) or null
   int m;              // 1..kMaxDecodeRows
   void* workspace;    // linear_decode_workspace() bytes, 16-byte aligned
-  int* arrivals;      // strips() zeros; left as zeros. One stream at a time may use a weight.
+  int* arrivals;      // strips() + 1 zeros, for the kernels' counters. One stream at a time may use a weight.
   // Before: with a gain, x stands for rms_norm(x + residual), whose bits are those of the separate op. bf16 only.
   const float* gain;     // (k,) or null
   const void* residual;  // (m, k), rows residual_stride apart, or null
@@ -79,7 +80,14 @@ struct LinearArgs {
 };
 
 // y = x W^T + b for at most 16 rows. Every row's bits are the same whatever m is.
-void linear_decode(const LinearWeight& weight, const LinearArgs& args, const Launch& launch);
+struct LinearStep {
+  LinearWeight weight;
+  LinearArgs args;
+};
+
+// One after another; each may read what those before it have stored. With one row, as many as fit run as one kernel,
+// whose weights go on streaming while its blocks wait for each other; the bits are the same.
+void linear_decode(std::span<const LinearStep> steps, const Launch& launch);
 
 // Bytes of `LinearArgs::workspace` (0 for one aligned row of most shapes).
 int64_t linear_decode_workspace(const LinearWeight& weight, const void* x, int64_t x_stride, DType x_dtype, int m);

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "barrier.cuh"
+#include "grid_barrier.cuh"
 #include "linear_prepare.cuh"
 #include "linear_tile.cuh"
 #include "silu.cuh"
@@ -48,40 +49,49 @@ __device__ __forceinline__ void carry_sum(float (&value)[N], float (&waiting)[3]
   }
 }
 
-// The warp's place in its stream of stages, a ring of kMost or kFew stages ahead of what it computes.
-template <WeightFormat F, bool Grouped, int C>
+// The warp's place in its stream of stages, a ring ahead of what it computes; it goes on from link to link.
+template <WeightFormat F, bool Grouped, int C, bool Beside>
 struct Stream {
   using Fmt = Format<F>;
-  static constexpr bool kSmall{small_shared_memory(kArchitecture)};
-  static constexpr int kMost{ring_bytes(F, C, kSmall) / Fmt::kStageBytes};
-  static constexpr int kFew{short_ring_bytes(F, C, kSmall) / Fmt::kStageBytes};
-  const DecodeArgs& a;
-  int lane, first_stage, slice_stages, strip, strip_step;
-  int stages_left, strip_jump;  // from the end of this slice in one strip to its start in the next
-  uint32_t source;              // of this lane, in 16 bytes
+  static constexpr int kStages{ring_bytes(F, Grouped, C, small_shared_memory(kArchitecture)) / Fmt::kStageBytes};
+  const DecodeChain& chain;
+  int lane;
+  int link{-1}, strips_left{0};
+  int stages_left, slice_stages;
+  const uint8_t* from;  // of this lane
+  int strip_jump;       // from the end of this slice in one strip to its start in the next; beyond the records, 8 bytes
+  const uint8_t* record;
   int record_jump;
-  uint32_t record_source;  // of this lane, in 8 bytes
+  int strip, strip_step, first_stage;  // of full formats
   uint32_t row_offset[Fmt::kInteger ? 1 : Fmt::kCopies];
 
-  __device__ __forceinline__ void start() {
-    stages_left = slice_stages;
-    if constexpr (Grouped) {
-      const int strip_records = a.groups * (a.record_bytes / 8), slot_records = a.plan.record_slot / 8;
-      record_source = static_cast<uint32_t>(strip) * strip_records + first_stage * slot_records + lane;
-      record_jump = strip_step * strip_records - slice_stages * slot_records;
-    }
-    if constexpr (Fmt::kInteger) {
-      source = (static_cast<uint32_t>(strip) * a.stages + first_stage) * (Fmt::kStageBytes / 16) + lane;
-      strip_jump = (strip_step * a.stages - slice_stages) * (Fmt::kStageBytes / 16);
-    } else {  // 8 lanes to the 128 bytes of a row
-      const int strip_pitch = static_cast<int>(a.pitch_bytes / 16) * kStripRows;
-      source = static_cast<uint32_t>(strip) * strip_pitch + first_stage * 8 + lane % 8;
-      strip_jump = strip_step * strip_pitch - slice_stages * 8;
-      set_rows();
+  // To the next link that has work for this warp.
+  __device__ __forceinline__ void next_link() {
+    while (++link < chain.count) {
+      const DecodeArgs& a = chain.links[link];
+      const WarpPart w = WarpPart::of<F, C>(a);
+      strips_left = w.strips(a);
+      if (strips_left == 0) continue;
+      stages_left = slice_stages = w.stages;
+      if constexpr (Beside) {
+        const int strip_records = a.groups * a.record_bytes;
+        record = a.records + static_cast<int64_t>(w.first_strip) * strip_records + w.first_stage * a.plan.record_slot +
+                 8 * lane;
+        record_jump = w.strip_step * strip_records - slice_stages * a.plan.record_slot;
+      }
+      if constexpr (Fmt::kInteger) {
+        from = a.data + (static_cast<int64_t>(w.first_strip) * a.stages + w.first_stage) * Fmt::kStageBytes + 16 * lane;
+        strip_jump = (w.strip_step * a.stages - slice_stages) * Fmt::kStageBytes;
+      } else {  // 8 lanes to the 128 bytes of a row
+        strip = w.first_strip, strip_step = w.strip_step, first_stage = w.first_stage;
+        set_rows(a);
+      }
+      return;
     }
   }
 
-  __device__ __forceinline__ void set_rows() {  // rows beyond N repeat the last one and are not stored
+  __device__ __forceinline__ void set_rows(const DecodeArgs& a) {  // rows beyond N repeat the last one, not stored
+    from = a.data + static_cast<int64_t>(strip) * kStripRows * a.pitch_bytes + first_stage * 128 + lane % 8 * 16;
 #pragma unroll
     for (int i = 0; i < Fmt::kCopies; ++i) {
       row_offset[i] = min(4 * i + lane / 8, a.n - 1 - strip * kStripRows) * static_cast<uint32_t>(a.pitch_bytes);
@@ -90,36 +100,43 @@ struct Stream {
 
   // `to`, `record_to`: shared addresses of this lane's first bytes and of the records in the slot.
   __device__ __forceinline__ void issue(uint32_t to, uint32_t record_to) {
-    if (strip < a.strips) {
-      const uint8_t* const from = a.data + static_cast<uint64_t>(source) * 16;
+    if (strips_left > 0) {
       if constexpr (Fmt::kInteger) {
 #pragma unroll
         for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, from + i * 512);
       } else {
+        const DecodeArgs& a = chain.links[C == 1 ? link : 0];
         const int column = (first_stage + slice_stages - stages_left) * 128 + lane % 8 * 16;
         if (column < a.pitch_bytes) {
 #pragma unroll
           for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, from + row_offset[i]);
         }
       }
-      if constexpr (Grouped) {
-        const uint8_t* const record = a.records + static_cast<uint64_t>(record_source) * 8;
-        if (8 * lane < a.plan.record_slot) copy_async_8(record_to + 8 * lane, record);
-        if (a.plan.record_slot > 8 * kWarp) {
+      if constexpr (Beside) {
+        const int slot = chain.links[0].plan.record_slot;
+        if (8 * lane < slot) copy_async_8(record_to + 8 * lane, record);
+        if (slot > 8 * kWarp) {
 #pragma unroll 1
-          for (int at = 8 * kWarp; at + 8 * lane < a.plan.record_slot; at += 8 * kWarp) {
+          for (int at = 8 * kWarp; at + 8 * lane < slot; at += 8 * kWarp) {
             copy_async_8(record_to + 8 * lane + at, record + at);
           }
         }
-        record_source += a.plan.record_slot / 8;
+        record += slot;
       }
-      source += Fmt::kInteger ? Fmt::kStageBytes / 16 : 8;
+      from += Fmt::kInteger ? Fmt::kStageBytes : 128;
       if (--stages_left == 0) {
-        stages_left = slice_stages;
-        strip += strip_step;
-        source += strip_jump;
-        if constexpr (Grouped) record_source += record_jump;
-        if constexpr (!Fmt::kInteger) set_rows();
+        if (--strips_left == 0) {
+          next_link();
+        } else {
+          stages_left = slice_stages;
+          if constexpr (Beside) record += record_jump;
+          if constexpr (Fmt::kInteger) {
+            from += strip_jump;
+          } else {
+            strip += strip_step;
+            set_rows(chain.links[C == 1 ? link : 0]);
+          }
+        }
       }
     }
     copy_async_commit();
@@ -153,7 +170,7 @@ struct Reduction {
         int raws[D], digits[D];
 #pragma unroll
         for (int d = 0; d < D; ++d) raws[d] = tile.raw(t, d, h, j), digits[d] = sums[(slice * D + d) * C + m];
-        value[i] = scale_sums<D>(raws, digits, rows[h], slice_scale);
+        value[i] = scale_sums<D>(raws, digits, rows[h], slice_scale, a.has_minimum);
       } else {
         float sum{0.0f};  // the smallest terms first
 #pragma unroll
@@ -190,10 +207,10 @@ struct Reduction {
 
   // By all lanes together. In a strip of pairs, lane r has a gate and lane r + 8 its up, rounded as the separate op
   // would find them.
-  __device__ __forceinline__ void store(int m, int row, float value, bool wanted) const {
+  __device__ __forceinline__ void store(int m, int row, float value, float bias, bool wanted) const {
     const int n = strip * kStripRows + row;
     wanted = wanted && n < a.n;
-    if (a.bias != nullptr && wanted) value += a.bias[n];
+    value += bias;
     if (a.swiglu) {
       if (a.y_dtype == DType::bf16) value = to_float(from_float<bf16>(value));
       const float up = __shfl_down_sync(kAllLanes, value, 8);
@@ -230,19 +247,17 @@ struct Reduction {
       float v[kMaxSlices / 2];
 #pragma unroll
       for (int i = 0; i < kMaxSlices / 2; ++i) {
-        const int slice = lane / kStripRows * (kMaxSlices / 2) + i;
-        v[i] = 0.0f;
-        if (slice < count) {
-          const int* const from = red + (slice * kStripRows + row) * kWords;
-          if constexpr (kRaw) {
-            int raws[D], digits[D];
+        const int at = lane / kStripRows * (kMaxSlices / 2) + i, slice = min(at, count - 1);
+        const int* const from = red + (slice * kStripRows + row) * kWords;
+        if constexpr (kRaw) {
+          int raws[D], digits[D];
 #pragma unroll
-            for (int d = 0; d < D; ++d) raws[d] = from[d], digits[d] = sums[slice * D + d];
-            v[i] = scale_sums<D>(raws, digits, terms, scales[slice]);
-          } else {
-            v[i] = __int_as_float(*from);
-          }
+          for (int d = 0; d < D; ++d) raws[d] = from[d], digits[d] = sums[slice * D + d];
+          v[i] = scale_sums<D>(raws, digits, terms, scales[slice], a.has_minimum);
+        } else {
+          v[i] = __int_as_float(*from);
         }
+        if (at >= count) v[i] = 0.0f;
       }
       const float half = (v[0] + v[1]) + (v[2] + v[3]);
       return half + __shfl_xor_sync(kAllLanes, half, kStripRows);
@@ -257,8 +272,8 @@ struct Reduction {
   }
 
   // Warp `me` of the strip finishes every strip_warps()th round of two rows of x, a half of the warp each; the loops
-  // stay rolled, since code that runs once comes from memory. `terms`: of row lane % 16.
-  __device__ __forceinline__ void finish(const RowTerms& terms, int me) const {
+  // stay rolled, since code that runs once comes from memory. `terms` and `bias`: of row lane % 16.
+  __device__ __forceinline__ void finish(const RowTerms& terms, float bias, int me) const {
     const DecodePlan& p = a.plan;
     const int rounds = C == 1 ? 1 : (p.m + 1) / 2;
     const int row = lane % kStripRows, m_count = C == 1 ? 1 : p.m;
@@ -271,7 +286,7 @@ struct Reduction {
       const int m = min(m_first + 2 * i, m_count - 1);
       const float value = add_slices(m, row, terms);
       if (p.parts_log == 0) {
-        store(m, row, value, wanted);
+        store(m, row, value, bias, wanted);
       } else if (wanted) {
         partials[part * part_step + m * kStripRows] = value;
       }
@@ -293,7 +308,7 @@ struct Reduction {
       for (int s = 0; s < kMaxSlices; ++s) {
         v[s] = s < p.parts() ? __ldcg(partials + s * part_step + m * kStripRows) : 0.0f;
       }
-      store(m, row, tree_sum(v), wanted);
+      store(m, row, tree_sum(v), bias, wanted);
     }
     if (lane == 0) atomicSub(a.arrivals + strip, p.parts() << 4 * me);
   }
@@ -327,84 +342,54 @@ struct ImageCopy {
 
 // ---- kernel --------------------------------------------------------------------------------------------------
 
+// Where a warp's rings are in shared memory, and the stages and fours of groups it takes next.
+struct RingAt {
+  int data, records;
+  int slot{0}, four{0};
+};
+
+// What a warp needs of a link beside its image, made before it waits for the link's x.
 template <WeightFormat F, bool Grouped, int D, int C>
-__global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
-    linear_decode_kernel(const __grid_constant__ DecodeArgs a) {
-  using Fmt = Format<F>;
+struct LinkAt {
   using Tiles = Tile<F, Grouped, D, C>;
   using Reduce = Reduction<F, Grouped, D, C>;
-  constexpr bool kBeside{Grouped && !Tiles::kFours};  // records beside the stages
-  using Ring = Stream<F, kBeside, C>;
-  extern __shared__ __align__(16) uint8_t shared[];
-  const DecodePlan& p = a.plan;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int part = blockIdx.x & (p.parts() - 1), part_blocks = gridDim.x >> p.parts_log;
-  const int me = warp & (p.strip_warps() - 1), sub = warp >> (p.block_log - p.own_log);
-  const int own = C == 1 ? 1 : 1 << p.own_log, first_slice = me * own;  // of the block's
-  constexpr int kStepStages{kStepK / Fmt::kStageK};
-  const auto step_at = [&](int slice) { return slice_begin((part << p.block_log) + slice, p.slices_log, a.steps); };
-  const auto stage_at = [&](int slice) { return min(step_at(slice) * kStepStages, a.stages); };
-  const int begin = step_at(first_slice);
-  const int slice_k = (begin - step_at(0)) * kStepK;  // in the image
-  const int first_strip = (blockIdx.x >> p.parts_log) + sub * part_blocks, strip_step = part_blocks * p.block_strips;
+  static constexpr int kChunk{8 * D * Format<F>::kPlaneBytes};
+  const DecodeArgs& a;
+  const WarpPart w;
+  uint8_t* const shared;
+  int part;
+  int group_mask, first_sum;  // digit sums of the slice's groups
+  int red, strip_words;       // sums of this strip of the block
+  // For every strip in flight, `full` counts the warps whose sums have arrived, `empty` those that have added them:
+  // with one row of x a warp adds a whole strip, in turn, else every warp adds some rows of x.
+  uint32_t full, empty;
+  PlaneAt<Tiles::kTiles> planes;  // of the first slice
+  RowBits<F> bits;                // with one row of x: of the strip that this warp adds next
 
-  const int record_ring_at = keep(p.records_at + warp * p.record_slots * p.record_slot);
-  // In a stage of a full format, odd rows swap their halves: the 8 lanes that read two rows together meet all banks.
-  const int lane_at = Fmt::kInteger ? lane * 16 : lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
-  const int ring_at = keep(warp * p.ring_stages * Fmt::kStageBytes + (Fmt::kInteger ? lane_at : 0));
-  const int own_stages = keep(stage_at(first_slice + own) - begin * kStepStages);
-  Ring stream{a, lane, begin * kStepStages, own_stages, first_strip, keep(strip_step)};
-  const auto refill = [&](int slot) {
-    stream.issue(shared_address(shared) + ring_at + (Fmt::kInteger ? 0 : lane_at) + slot * Fmt::kStageBytes,
-                 shared_address(shared) + record_ring_at + slot * p.record_slot);
-  };
-  if constexpr (Grouped) {
-    // Records come in pieces so small that memory serves them last while weights stream: all blocks together bring all
-    // of them to L2 first.
-    const int64_t bytes = static_cast<int64_t>(a.strips) * a.groups * a.record_bytes;
-#pragma unroll 1
-    for (int64_t at = (blockIdx.x * kDecodeThreads + threadIdx.x) * 32LL; at < bytes;
-         at += gridDim.x * kDecodeThreads * 32LL) {
-      prefetch_l2(a.records + at);
-    }
-  }
-  LaneRecords<F> records{a, lane, own_stages * kStepK >> a.group_shift, strip_step, first_strip};
-  if constexpr (Tiles::kFours) {
-    records.start(begin * kStepK >> a.group_shift);
-#pragma unroll 1
-    for (int i = 0; i < p.record_slots; ++i) {
-      records.copy(shared_address(shared) + record_ring_at + i * p.record_slot);
-    }
-  }
-  stream.start();
-#pragma unroll 1
-  for (int i = 0; i < p.ring_stages; ++i) refill(i);  // weights: the step does not change them
-  // Per strip in flight: `full` counts the warps whose sums have arrived, `empty` those that have added them: with one
-  // row of x a warp adds a whole strip, in turn, else every warp adds some rows of x.
-  const uint32_t full = shared_address(shared + p.barriers_at) + sub * 2 * p.depth * 8, empty = full + p.depth * 8;
-  if (me == 0 && lane < 2 * p.depth) {
-    barrier_init(full + lane * 8, kWarp * (lane < p.depth || C > 1 ? p.strip_warps() : 1));
+  __device__ __forceinline__ LinkAt(const DecodeArgs& args, int link, uint8_t* shared_memory)
+      : a(args), w(WarpPart::of<F, C>(args)), shared(shared_memory) {
+    const DecodePlan& p = a.plan;
+    part = blockIdx.x & (p.parts() - 1);
+    group_mask = keep((1 << a.group_shift >> 5) - 1);
+    const int first_group = (w.begin - step_at(0)) * kStepK >> a.group_shift;  // in the image
+    first_sum = keep(Grouped ? first_group * kGroupWords<D> * C : 0);
+    strip_words = keep(p.m * p.strip_warps() * kStripRows * Reduce::kWords);
+    red = keep(p.red_at + w.sub * p.depth * strip_words * 4);
+    full = keep(shared_address(shared + p.barriers_at) + (link * kLinkBarriers + w.sub * 2 * p.depth) * 8);
+    empty = full + p.depth * 8;
+    planes = planes_of(w.first_slice);
+    if constexpr (C == 1) bits = read_bits(w.first_strip + w.me * w.strip_step);
   }
 
-  uint8_t* const image = shared + p.image_at;
-  const bool copied = ImageCopy::kBulk && C > 1;
-  const ImageCopy copy{p, shared_address(shared + p.image_barriers_at)};
-  if (copied) {
-    copy.init();
-    dependency_wait();
-    dependency_release();
-    if (warp == 0) {
-      copy.start(a.images + part * p.image_bytes, shared_address(image),
-                 [&](int slice) { return p.planes_at + p.planes_of(slice, 0, step_at(slice) - step_at(0), 0); });
-    }
-  } else {
-    prepare_image<F, Grouped, D, C>(a, image, shared + p.red_at, part);
+  __device__ __forceinline__ int step_at(int slice) const {  // slices of the block
+    return slice_begin((part << a.plan.block_log) + slice, a.plan.slices_log, a.steps);
   }
-  __syncthreads();
-  if (copied) barrier_wait(copy.barriers + p.block_slices() * 8, 0);
-
-  constexpr int kChunk{8 * D * Fmt::kPlaneBytes};
-  const auto planes_of = [&](int slice) {
+  __device__ __forceinline__ int stage_at(int slice) const {
+    return min(step_at(slice) * (kStepK / Format<F>::kStageK), a.stages);
+  }
+  __device__ __forceinline__ PlaneAt<Tiles::kTiles> planes_of(int slice) const {
+    const DecodePlan& p = a.plan;
+    const int lane = threadIdx.x % kWarp;
     PlaneAt<Tiles::kTiles> at{shared, {}};
 #pragma unroll
     for (int t = 0; t < Tiles::kTiles; ++t) {
@@ -416,55 +401,68 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
                        p.planes_of(slice, row, step_at(slice) - step_at(0), step_at(slice + 1) - step_at(0)));
     }
     return at;
-  };
-  const PlaneAt<Tiles::kTiles> planes = planes_of(first_slice);  // of one row: a warp has one slice
-  const int group_mask = keep((1 << a.group_shift >> 5) - 1);
-  const int first_sum = keep(Grouped ? (slice_k >> a.group_shift) * kGroupWords<D> * C : 0);
-  const int* const sums = reinterpret_cast<const int*>(image + p.sums_at);
-  const float* const scales = reinterpret_cast<const float*>(image + p.scales_at);
-  const int strip_words = p.m * p.strip_warps() * kStripRows * Reduce::kWords;
-  int* const red = reinterpret_cast<int*>(shared + p.red_at) + sub * p.depth * strip_words;
+  }
+  // Of row lane % 16 of a strip.
+  __device__ __forceinline__ RowBits<F> read_bits(int strip) const {
+    const int row = threadIdx.x % kStripRows, n = strip * kStripRows + row;
+    RowBits<F> out{};
+    if (strip >= a.strips) return out;
+    if constexpr (Reduce::kRaw) out = RowBits<F>::read(a, strip, row);
+    if (a.bias != nullptr && n < a.n) out.bias = a.bias[n];
+    return out;
+  }
+};
 
-  int slot{0}, four{0}, turn{0};  // stages and fours of groups in their rings; strips this warp has delivered
-  for (int strip = first_strip; strip < a.strips; strip += strip_step, ++turn) {
+// The strips of one link, its image being in shared memory. refill(slot) asks for the next stage of the stream.
+template <WeightFormat F, bool Grouped, int D, int C, class Refill>
+__device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingAt& ring, LaneRecords<F, C>& records,
+                                             const ImageCopy& copy, Refill refill) {
+  using Fmt = Format<F>;
+  using Tiles = Tile<F, Grouped, D, C>;
+  using Reduce = Reduction<F, Grouped, D, C>;
+  constexpr bool kBeside{Grouped && !Tiles::kFours}, kCopied{ImageCopy::kBulk && C > 1};
+  constexpr int kStages{Stream<F, Grouped, C, kBeside>::kStages};
+  const DecodeArgs& a = at.a;
+  const DecodePlan& p = a.plan;
+  const WarpPart& w = at.w;
+  const int lane = threadIdx.x % kWarp, me = w.me;
+  uint8_t* const shared = at.shared;
+  const int* const sums = reinterpret_cast<const int*>(shared + p.image_at + p.sums_at);
+  const float* const scales = reinterpret_cast<const float*>(shared + p.image_at + p.scales_at);
+
+  int turn{0};  // strips this warp has delivered
+#pragma unroll 1
+  for (int strip = w.first_strip; strip < a.strips; strip += w.strip_step, ++turn) {
     const int in_flight = turn & (p.depth - 1), lap = turn >> p.depth_log;
     const bool finishes = C == 1 ? (turn & (p.strip_warps() - 1)) == me : 2 * me < p.m;
     RowTerms rows[2]{};
-    if constexpr (Fmt::kInteger && !Grouped) {
-      const uint8_t* const record = a.records + static_cast<int64_t>(strip) * a.record_bytes;
-      if constexpr (Reduce::kRaw) {
-        if (finishes) read_record<F>(a, record, lane % 8, rows);
-      } else {
-        read_record<F>(a, record, lane / 4, rows);
-      }
+    if constexpr (Fmt::kInteger && !Grouped && C > 1) {
+      read_record<F>(a, a.records + static_cast<int64_t>(strip) * a.record_bytes, lane / 4, rows);
     }
-    Reduce reduce{a, sums, scales, red + in_flight * strip_words, part, strip, lane};
-    GroupAt group{nullptr, sums + first_sum};
+    int* const red = reinterpret_cast<int*>(shared + at.red) + in_flight * at.strip_words;
+    const Reduce reduce{a, sums, scales, red, at.part, strip, lane};
+    GroupAt group{nullptr, sums + at.first_sum};
     const auto multiply_slice = [&](Tiles& tile, PlaneAt<Tiles::kTiles> here, int stages, int k) {
 #pragma unroll 1
       for (int stage = 0; stage < stages; ++stage) {
-        if (Ring::kFew == Ring::kMost || p.ring_stages == Ring::kMost) {
-          copy_async_wait<Ring::kMost - 1>();
-        } else {
-          copy_async_wait<Ring::kFew - 1>();
-        }
+        copy_async_wait<kStages - 1>();
         if constexpr (kBeside || !Fmt::kInteger) __syncwarp();  // other lanes copied part of what this one reads
-        if constexpr (kBeside) group.record = shared + record_ring_at + slot * p.record_slot;
-        multiply_stage<F, Grouped, D, C>(a, tile, shared + ring_at + slot * Fmt::kStageBytes, here, group, group_mask,
-                                         k + stage * Fmt::kStageK, lane);
+        if constexpr (kBeside) group.record = shared + ring.records + ring.slot * p.record_slot;
+        multiply_stage<F, Grouped, D, C>(a, tile, shared + ring.data + ring.slot * Fmt::kStageBytes, here, group,
+                                         at.group_mask, k + stage * Fmt::kStageK, lane);
 #pragma unroll
-        for (int t = 0; t < Tiles::kTiles; ++t) here.row[t] += Fmt::kStageK / 8 * kChunk;
+        for (int t = 0; t < Tiles::kTiles; ++t) here.row[t] += Fmt::kStageK / 8 * at.kChunk;
         if constexpr (kBeside || !Fmt::kInteger) __syncwarp();  // all have read the slot
         const bool full_four = Tiles::kFours && (stage == stages - 1 || tile.groups == 4);
         RowTerms terms[2]{};
         if (full_four) {
-          const int at = record_ring_at + four * p.record_slot;
-          records.read(shared + at, terms);
-          records.copy(shared_address(shared) + at);
-          four = four == p.record_slots - 1 ? 0 : four + 1;
+          const int from = ring.records + ring.four * p.record_slot;
+          records.read(a, shared + from, terms);
+          records.copy(shared_address(shared) + from);
+          ring.four = ring.four == p.record_slots - 1 ? 0 : ring.four + 1;
         }
-        refill(slot);
-        slot = slot == p.ring_stages - 1 ? 0 : slot + 1;
+        refill(ring.slot);
+        ring.slot = ring.slot == kStages - 1 ? 0 : ring.slot + 1;
         if constexpr (Tiles::kFours) {
           if (full_four) tile.add_groups(a, terms, group.sums, lane), group.sums += 4;
         }
@@ -472,8 +470,8 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
     };
     if constexpr (C == 1) {
       Tiles tile;
-      multiply_slice(tile, planes, own_stages, begin * kStepK);
-      if (lap > 0) barrier_wait(empty + in_flight * 8, (lap - 1) & 1);
+      multiply_slice(tile, at.planes, w.stages, w.begin * kStepK);
+      if (lap > 0) barrier_wait(at.empty + in_flight * 8, (lap - 1) & 1);
       if constexpr (Reduce::kRaw) {
         reduce.deliver_raw(tile, me);
       } else {
@@ -484,11 +482,11 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
     } else {
       float value[Reduce::kValues], waiting[3][Reduce::kValues];  // sums of 1, 2 and 4 slices: the tree, as they come
 #pragma unroll 1
-      for (int i = 0; i < own; ++i) {
-        const int slice = first_slice + i, stage = stage_at(slice);
-        if (copied && turn == 0) barrier_wait(copy.barriers + slice * 8, 0);
+      for (int i = 0; i < w.own; ++i) {
+        const int slice = w.first_slice + i, stage = at.stage_at(slice);
+        if (kCopied && turn == 0) barrier_wait(copy.barriers + slice * 8, 0);
         Tiles tile;
-        multiply_slice(tile, planes_of(slice), stage_at(slice + 1) - stage, stage * Fmt::kStageK);
+        multiply_slice(tile, at.planes_of(slice), at.stage_at(slice + 1) - stage, stage * Fmt::kStageK);
         reduce.scale(tile, rows, slice, value);
         carry_sum(value, waiting, i);
       }
@@ -496,61 +494,162 @@ __global__ void __launch_bounds__(kDecodeThreads, C <= 4 ? 2 : 1)
         reduce.store_values(value);
         continue;
       }
-      if (lap > 0) barrier_wait(empty + in_flight * 8, (lap - 1) & 1);
+      if (lap > 0) barrier_wait(at.empty + in_flight * 8, (lap - 1) & 1);
       reduce.deliver(value, me);
     }
-    barrier_arrive(full + in_flight * 8);
+    barrier_arrive(at.full + in_flight * 8);
     if (finishes) {
-      barrier_wait(full + in_flight * 8, lap & 1);
-      const bool upper = (lane & 8) != 0;
-      reduce.finish({upper ? rows[1].scale : rows[0].scale, upper ? rows[1].minimum : rows[0].minimum,
-                     upper ? rows[1].zero : rows[0].zero},
-                    C == 1 ? 0 : me);
+      const int row = lane % kStripRows;
+      if constexpr (C == 1) {
+        const RowTerms terms = Reduce::kRaw ? at.bits.terms(a, row) : RowTerms{};
+        const float bias = at.bits.bias;
+        at.bits = at.read_bits(strip + p.strip_warps() * w.strip_step);
+        barrier_wait(at.full + in_flight * 8, lap & 1);
+        reduce.finish(terms, bias, 0);
+      } else {
+        const int n = strip * kStripRows + row;
+        const float bias = a.bias != nullptr && n < a.n ? a.bias[n] : 0.0f;
+        barrier_wait(at.full + in_flight * 8, lap & 1);
+        reduce.finish({}, bias, me);
+      }
     }
-    if (finishes || C > 1) barrier_arrive(empty + in_flight * 8);
+    if (finishes || C > 1) barrier_arrive(at.empty + in_flight * 8);
+  }
+}
+
+// All blocks together ask L2 for a link's records: pieces so small that memory serves them last while weights stream.
+__device__ __forceinline__ void ask_for_records(const DecodeArgs& a) {
+  const int64_t bytes = static_cast<int64_t>(a.strips) * a.groups * a.record_bytes;
+#pragma unroll 1
+  for (int64_t at = (blockIdx.x * kDecodeThreads + threadIdx.x) * 32LL; at < bytes;
+       at += gridDim.x * kDecodeThreads * 32LL) {
+    prefetch_l2(a.records + at);
+  }
+}
+
+// With one row of x at most 96 registers a thread, so that a block of attention fits beside; up to 4 rows, two blocks.
+template <WeightFormat F, bool Grouped, int D, int C>
+__global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
+    linear_decode_kernel(const __grid_constant__ DecodeChain chain) {
+  using Fmt = Format<F>;
+  constexpr bool kFours{Tile<F, Grouped, D, C>::kFours}, kCopied{ImageCopy::kBulk && C > 1};
+  using Ring = Stream<F, Grouped, C, Grouped && !kFours>;  // with records beside the stages
+  extern __shared__ __align__(16) uint8_t shared[];
+  const DecodePlan& places = chain.links[0].plan;  // of rings and records
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  // In a stage of a full format, odd rows swap their halves: the 8 lanes that read two rows together meet all banks.
+  const int lane_at = Fmt::kInteger ? lane * 16 : lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
+  RingAt ring{keep(warp * Ring::kStages * Fmt::kStageBytes + (Fmt::kInteger ? lane_at : 0)),
+              keep(places.records_at + warp * places.record_slots * places.record_slot)};
+  Ring stream{chain, lane};
+  const auto refill = [&](int slot) {
+    stream.issue(shared_address(shared) + ring.data + (Fmt::kInteger ? 0 : lane_at) + slot * Fmt::kStageBytes,
+                 shared_address(shared) + ring.records + slot * places.record_slot);
+  };
+  if constexpr (Grouped) ask_for_records(chain.links[0]);
+  LaneRecords<F, C> records{chain, lane};
+  if constexpr (kFours) {
+    records.next_link();
+#pragma unroll 1
+    for (int i = 0; i < places.record_slots; ++i) {
+      records.copy(shared_address(shared) + ring.records + i * places.record_slot);
+    }
+  }
+  stream.next_link();
+#pragma unroll 1
+  for (int i = 0; i < Ring::kStages; ++i) refill(i);  // weights: the step does not change them
+  if constexpr (Fmt::kInteger && !Grouped) {
+#pragma unroll 1
+    for (int i = 0; i < chain.count; ++i) ask_for_records(chain.links[i]);
+  }
+
+  const int links = C == 1 ? chain.count : 1;
+  static_assert(kDecodeThreads == kMaxLinks * kLinkBarriers);
+  if (const int link = threadIdx.x / kLinkBarriers, i = threadIdx.x % kLinkBarriers; link < links) {
+    const DecodePlan& p = chain.links[C == 1 ? link : 0].plan;
+    if (i < 2 * p.depth * p.block_strips) {
+      barrier_init(shared_address(shared + p.barriers_at) + threadIdx.x * 8,
+                   kWarp * (i % (2 * p.depth) < p.depth || C > 1 ? p.strip_warps() : 1));
+    }
+  }
+  GridBarrier grid{reinterpret_cast<uint32_t*>(chain.barrier)};
+#pragma unroll 1
+  for (int link = 0; link < links; ++link) {
+    const DecodeArgs& a = chain.links[C == 1 ? link : 0];
+    const DecodePlan& p = a.plan;
+    LinkAt<F, Grouped, D, C> at(a, link, shared);
+    uint8_t* const image = shared + p.image_at;
+    const ImageCopy copy{p, shared_address(shared + p.image_barriers_at)};
+    const auto wait = [&] {
+      link == 0 ? dependency_wait() : grid.wait();
+      if (link == links - 1) dependency_release();
+    };
+    if constexpr (kCopied) {
+      copy.init();
+      __syncthreads();
+      wait();
+      if (warp == 0) {
+        copy.start(a.images + at.part * p.image_bytes, shared_address(image), [&](int slice) {
+          return p.planes_at + p.planes_of(slice, 0, at.step_at(slice) - at.step_at(0), 0);
+        });
+      }
+    } else {
+      prepare_image<F, Grouped, D, C>(a, image, shared + p.red_at, at.part, wait);
+    }
+    __syncthreads();
+    if constexpr (kCopied) barrier_wait(copy.barriers + p.block_slices() * 8, 0);
+    if (Grouped && link + 1 < links) ask_for_records(chain.links[link + 1]);
+    compute_link<F, Grouped, D, C>(at, ring, records, copy, refill);
+    if (link + 1 < links) grid.arrive();
   }
 }
 
 // ---- launcher ------------------------------------------------------------------------------------------------
 
 template <WeightFormat F, bool Grouped, int D, int C>
-void launch_decode(const DecodeArgs& a, const Launch& launch, const std::string& what) {
+void launch_decode(const DecodeChain& chain, const Launch& launch, const std::string& what) {
   const auto text = [&] { return what; };
+  const DecodeArgs& a = chain.links[0];
   if (a.images != nullptr) {
     launch_kernel(launch, text, linear_planes_kernel<F, Grouped, D, C>, dim3(a.plan.m), dim3(kDecodeThreads),
                   kFloatActivations<F, D> ? 0 : 2 * kStepK * a.steps, a);
   }
-  launch_kernel(launch, text, linear_decode_kernel<F, Grouped, D, C>, dim3(a.plan.grid), dim3(kDecodeThreads),
-                a.plan.shared_bytes, a);
+  int grid = 0, shared_bytes = 0;
+  for (int i = 0; i < chain.count; ++i) {
+    grid = std::max(grid, chain.links[i].plan.grid);
+    shared_bytes = std::max(shared_bytes, chain.links[i].plan.shared_bytes);
+  }
+  launch_kernel(launch, text, linear_decode_kernel<F, Grouped, D, C>, dim3(grid), dim3(kDecodeThreads), shared_bytes,
+                chain);
 }
 
 template <WeightFormat F, bool Grouped, int D>
-void launch_decode(const DecodeArgs& a, const Launch& launch, const std::string& what) {
-  const int columns = decode_columns(a.plan.m, kDigitColumns<F, D>);
+void launch_decode(const DecodeChain& chain, const Launch& launch, const std::string& what) {
+  const int columns = decode_columns(chain.links[0].plan.m, kDigitColumns<F, D>);
   if (columns == 1) {
-    launch_decode<F, Grouped, D, 1>(a, launch, what);
+    launch_decode<F, Grouped, D, 1>(chain, launch, what);
   } else if (columns == 4) {
-    if constexpr (kDigitColumns<F, D>) launch_decode<F, Grouped, D, 4>(a, launch, what);
+    if constexpr (kDigitColumns<F, D>) launch_decode<F, Grouped, D, 4>(chain, launch, what);
   } else if (columns == 8) {
-    launch_decode<F, Grouped, D, 8>(a, launch, what);
+    launch_decode<F, Grouped, D, 8>(chain, launch, what);
   } else {
-    launch_decode<F, Grouped, D, 16>(a, launch, what);
+    launch_decode<F, Grouped, D, 16>(chain, launch, what);
   }
 }
 
 // Over the dtypes of x and the presence of groups; one file per format instantiates it.
 template <WeightFormat F>
-void launch_format(const DecodeArgs& a, bool float_activations, const Launch& launch, const std::string& what) {
+void launch_format(const DecodeChain& chain, bool float_activations, const Launch& launch, const std::string& what) {
   constexpr int kFewest{decode_planes(F, DType::bf16)}, kMost{decode_planes(F, DType::f32)};
   if constexpr (Format<F>::kInteger) {
-    if (a.group_shift > 0) {
-      float_activations ? launch_decode<F, true, kMost>(a, launch, what)
-                        : launch_decode<F, true, kFewest>(a, launch, what);
+    if (chain.links[0].group_shift > 0) {
+      float_activations ? launch_decode<F, true, kMost>(chain, launch, what)
+                        : launch_decode<F, true, kFewest>(chain, launch, what);
       return;
     }
   }
-  float_activations ? launch_decode<F, false, kMost>(a, launch, what)
-                    : launch_decode<F, false, kFewest>(a, launch, what);
+  float_activations ? launch_decode<F, false, kMost>(chain, launch, what)
+                    : launch_decode<F, false, kFewest>(chain, launch, what);
 }
 
 }  // namespace nibblelm::cuda

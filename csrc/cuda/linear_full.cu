@@ -4,8 +4,8 @@
 
 namespace nibblelm::cuda {
 
-template void launch_format<WeightFormat::f16>(const DecodeArgs&, bool, const Launch&, const std::string&);
-template void launch_format<WeightFormat::bf16>(const DecodeArgs&, bool, const Launch&, const std::string&);
-template void launch_format<WeightFormat::f32>(const DecodeArgs&, bool, const Launch&, const std::string&);
+template void launch_format<WeightFormat::f16>(const DecodeChain&, bool, const Launch&, const std::string&);
+template void launch_format<WeightFormat::bf16>(const DecodeChain&, bool, const Launch&, const std::string&);
+template void launch_format<WeightFormat::f32>(const DecodeChain&, bool, const Launch&, const std::string&);
 
 }  // namespace nibblelm::cuda

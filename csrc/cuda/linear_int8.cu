@@ -3,6 +3,6 @@
 
 namespace nibblelm::cuda {
 
-template void launch_format<WeightFormat::int8>(const DecodeArgs&, bool, const Launch&, const std::string&);
+template void launch_format<WeightFormat::int8>(const DecodeChain&, bool, const Launch&, const std::string&);
 
 }  // namespace nibblelm::cuda

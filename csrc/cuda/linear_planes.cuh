@@ -54,9 +54,17 @@ struct DecodeArgs {
   DecodePlan plan;
 };
 
+// What one launch computes: linears of one row of x, each of what the one before it has stored, or a single linear.
+// Their rings and records have the same places in shared memory.
+struct DecodeChain {
+  DecodeArgs links[kMaxLinks];
+  int count;
+  int* barrier;  // between two links; see grid_barrier.cuh
+};
+
 // Launches the kernel for one weight format; defined in linear_decode.cuh, one file per format instantiates it.
 template <WeightFormat F>
-void launch_format(const DecodeArgs& a, bool float_activations, const Launch& launch, const std::string& what);
+void launch_format(const DecodeChain& chain, bool float_activations, const Launch& launch, const std::string& what);
 
 // Eight activations as they are in memory.
 template <bool Float>
@@ -120,20 +128,32 @@ __device__ __forceinline__ Chunk<Float> load_chunk(const DecodeArgs& a, int row,
   return out;
 }
 
-// Columns k to k + 7 of x + residual, rounded; zeros from K on. `keep`: also into h.
-__device__ __forceinline__ Chunk<false> load_sum(const DecodeArgs& a, int row, int k, bool keep) {
-  Chunk<false> x = load_chunk<false, true>(a, row, k, a.k);
-  if (a.residual == nullptr || k >= a.k) return x;
-  const bf16* const residual = static_cast<const bf16*>(a.residual) + row * a.residual_stride + k;
-  const Chunk<false> r{{*reinterpret_cast<const uint4*>(residual)}};
-  float v[8], w[8];
-  x.unpack(v), r.unpack(w);
+// Where a thread's activations are: x, or x + residual, which one block keeps in h.
+struct RowSource {
+  const bf16 *x, *residual, *h;  // the latter two or null
+
+  __device__ __forceinline__ RowSource(const DecodeArgs& a, int row, int k)
+      : x(keep(static_cast<const bf16*>(a.x) + row * a.x_stride + k)), residual(nullptr), h(nullptr) {
+    if (a.residual == nullptr) return;
+    residual = keep(static_cast<const bf16*>(a.residual) + row * a.residual_stride + k);
+    if (static_cast<int>(blockIdx.x) == row)
+      h = keep(static_cast<const bf16*>(a.h) + static_cast<int64_t>(row) * a.k + k);
+  }
+
+  // Eight from column k + `at` on, rounded.
+  __device__ __forceinline__ Chunk<false> load(int at) const {
+    Chunk<false> sum{{*reinterpret_cast<const uint4*>(x + at)}};
+    if (residual == nullptr) return sum;
+    const Chunk<false> r{{*reinterpret_cast<const uint4*>(residual + at)}};
+    float v[8], w[8];
+    sum.unpack(v), r.unpack(w);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] += w[i];
-  x = pack_chunk(v);
-  if (keep) *reinterpret_cast<uint4*>(static_cast<bf16*>(a.h) + static_cast<int64_t>(row) * a.k + k) = x.word[0];
-  return x;
-}
+    for (int i = 0; i < 8; ++i) v[i] += w[i];
+    sum = pack_chunk(v);
+    if (h != nullptr) *reinterpret_cast<uint4*>(const_cast<bf16*>(h) + at) = sum.word[0];
+    return sum;
+  }
+};
 
 // ---- planes --------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@
 namespace nibblelm::cuda {
 
 constexpr int kRound{8 * kWarp};  // columns of a warp at a time
+constexpr int kMostRounds{4};     // of a row that stays in registers: at least the longest that is normed
+static_assert(kMaxNormColumns <= kMostRounds * kRound * kDecodeWarps);
 
 // Sums of a row on their way.
 template <int D>
@@ -55,79 +57,46 @@ __device__ __forceinline__ float squares(const Chunk<false>& chunk) {
   return sum;
 }
 
-// Brings bf16 activations of a row to the stage: x, or h with its sums of squares. Returns the largest magnitude of x.
+// Brings bf16 activations of a row to the stage. Returns the largest magnitude.
 template <bool Aligned>
-__device__ __forceinline__ uint32_t stage_row(const DecodeArgs& a, const WarpShare& share, int row, uint8_t* stage,
-                                              float* step_sums, bool keep) {
-  const int begin = share.begin(), step = share.step(), lane = threadIdx.x % kWarp;
-  const auto place = [&](int k) { return reinterpret_cast<uint4*>(stage + 2 * k); };
+__device__ __forceinline__ uint32_t stage_row(const DecodeArgs& a, const WarpShare& share, int row, uint8_t* stage) {
+  constexpr int kHeld{4};  // loads under way together
+  const int step = share.step();
   uint32_t largest{0};
-  if (a.gain != nullptr) {
-    if constexpr (Aligned) {
 #pragma unroll 1
-      for (int k = begin; k - 8 * lane < share.last; k += step) {  // all lanes together
-        float sum{0.0f};
-        if (k < share.last) {
-          const Chunk<false> h = load_sum(a, row, k, keep);
-          *place(k) = h.word[0];
-          sum = squares(h);
-        }
-        sum = norm_step_sum(sum);
-        if (lane % 16 == 0 && k < share.last) step_sums[k / kStepK] = sum;
-      }
+  for (int first = share.begin(); first < share.last; first += kHeld * step) {
+    Chunk<false> chunk[kHeld];
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      chunk[i] = {};
+      if (first + i * step < share.last) chunk[i] = load_chunk<false, Aligned>(a, row, first + i * step, share.last);
     }
-  } else {
-    constexpr int kHeld{4};  // loads under way together
-#pragma unroll 1
-    for (int first = begin; first < share.last; first += kHeld * step) {
-      Chunk<false> chunk[kHeld];
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        chunk[i] = {};
-        if (first + i * step < share.last) chunk[i] = load_chunk<false, Aligned>(a, row, first + i * step, share.last);
+    for (int i = 0; i < kHeld; ++i) {
+      if (first + i * step < share.last) {
+        *reinterpret_cast<uint4*>(stage + 2 * (first + i * step)) = chunk[i].word[0];
       }
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        if (first + i * step < share.last) *place(first + i * step) = chunk[i].word[0];
-        largest = max(largest, chunk[i].largest());
-      }
+      largest = max(largest, chunk[i].largest());
     }
   }
   return largest;
 }
 
-__device__ __forceinline__ float norm_factor(const DecodeArgs& a, const float* step_sums) {
-  return rsqrtf(norm_row_sum(step_sums, a.steps) * (1.0f / static_cast<float>(a.k)) + a.eps);
+// Gains of 8 columns as factors.
+__device__ __forceinline__ void load_gain(const DecodeArgs& a, int k, float (&gain)[8]) {
+  load_constant(a.gain + k, gain);
+  if (!a.plus_one) return;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) gain[i] += 1.0f;
 }
 
 // As rms_norm rounds it.
-__device__ __forceinline__ Chunk<false> normed(const DecodeArgs& a, const Chunk<false>& chunk, float factor,
-                                               const float (&gain)[8]) {
+__device__ __forceinline__ Chunk<false> normed(const Chunk<false>& chunk, float factor, const float (&gain)[8]) {
   float v[8];
   chunk.unpack(v);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = v[i] * factor * (a.plus_one ? 1.0f + gain[i] : gain[i]);
+  for (int i = 0; i < 8; ++i) v[i] = v[i] * factor * gain[i];
   return pack_chunk(v);
-}
-
-// Norms what is staged, in place. Returns the largest magnitude.
-__device__ __forceinline__ uint32_t norm_staged(const DecodeArgs& a, const WarpShare& share, uint8_t* stage,
-                                                const float* step_sums) {
-  const int begin = share.begin();
-  float gain[8];
-  if (begin < min(share.last, a.k)) load_constant(a.gain + begin, gain);
-
-  const float factor = norm_factor(a, step_sums);
-  uint32_t largest{0};
-#pragma unroll 1
-  for (int k = begin; k < min(share.last, a.k); k += share.step()) {
-    uint4* const at = reinterpret_cast<uint4*>(stage + 2 * k);
-    const Chunk<false> chunk = normed(a, {{*at}}, factor, gain);
-    *at = chunk.word[0];
-    largest = max(largest, chunk.largest());
-    if (k + share.step() < min(share.last, a.k)) load_constant(a.gain + k + share.step(), gain);
-  }
-  return largest;
 }
 
 // Writes 8 activations at column k (`in`: of the slice) as planes, and digit sums of groups; all lanes together. Adds
@@ -206,12 +175,7 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
   if (kSummed && threadIdx.x < kMaxSlices * D) scratch.sums[threadIdx.x] = 0;
   uint32_t largest{0};
   if constexpr (!kFloat) {
-    const bool keep = a.h != nullptr && static_cast<int>(blockIdx.x) == row;
-    largest = stage_row<Aligned>(a, share, row, to.stage, scratch.steps, keep);
-    if (a.gain != nullptr) {
-      __syncthreads();
-      largest = norm_staged(a, share, to.stage, scratch.steps);
-    }
+    largest = stage_row<Aligned>(a, share, row, to.stage);
   } else if constexpr (kScaled) {
 #pragma unroll 2
     for (int k = share.begin(); k < share.last; k += share.step()) {
@@ -247,44 +211,63 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
   }
 }
 
-// The same for a row of which every thread has at most 8 activations: they stay in registers, and their gains are at
-// hand before the wait for the kernel ahead. `slice_sums` in shared memory (D a slice of the block's) gets the digit
-// sums.
-template <WeightFormat F, bool Grouped, int D, int C>
+// The same for a row of which every thread has at most 8 R activations, after an RMSNorm where there is one: they stay
+// in registers, and what does not depend on them is done before the wait for what stores them. `slice_sums` in shared
+// memory (D a slice of the block's) gets the digit sums.
+template <WeightFormat F, bool Grouped, int D, int C, int R, class Wait>
 __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, const WarpShare& share,
                                                   RowScratch<D>& scratch, const RowTarget& to, uint8_t* image,
-                                                  int* slice_sums) {
+                                                  int* slice_sums, Wait wait) {
   constexpr bool kScaled{Format<F>::kScaled}, kSummed{Format<F>::kInteger && !Grouped};
   const DecodePlan& p = a.plan;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, k = share.begin();
-  const bool in = k < share.last, known = in && k < a.k;
-  // No more than the slices have: what lies behind belongs to warps that may be past the wait already.
-  if (kSummed && static_cast<int>(threadIdx.x) < kDecodeWarps / share.subs * D) slice_sums[threadIdx.x] = 0;
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, begin = share.begin(), step = share.step();
+  const int last = min(share.last, a.k), in_part = share.slice & (p.block_slices() - 1);
+  const RowSource source(a, row, begin);
+  const bool norms = a.gain != nullptr;
+  const float each = keep(1.0f / static_cast<float>(a.k)), eps = keep(a.eps);
   float gain[8]{};
-  if (known && a.gain != nullptr) load_constant(a.gain + k, gain);
-  dependency_wait();
-  dependency_release();
-  Chunk<false> x{};
-  if (known) x = load_sum(a, row, k, a.h != nullptr && static_cast<int>(blockIdx.x) == row);
-  if (a.gain != nullptr) {
-    const float sum = norm_step_sum(squares(x));
-    if (in && lane % kNormLanes == 0) scratch.steps[k / kStepK] = sum;
+  if (R == 1 && norms && begin < last) load_gain(a, begin, gain);
+  wait();
+  // No more than the slices have: what lies behind belongs to other warps already.
+  if (kSummed && static_cast<int>(threadIdx.x) < kDecodeWarps / share.subs * D) slice_sums[threadIdx.x] = 0;
+  Chunk<false> x[R]{};
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    if (begin + r * step < last) x[r] = source.load(r * step);
+  }
+  if (norms) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const float sum = norm_step_sum(squares(x[r]));
+      if (begin + r * step < share.last && lane % kNormLanes == 0) scratch.steps[(begin + r * step) / kStepK] = sum;
+    }
     __syncthreads();
-    x = normed(a, x, norm_factor(a, scratch.steps), gain);
+    const float factor = rsqrtf(norm_row_sum(scratch.steps, a.steps) * each + eps);
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      if (R > 1 && begin + r * step < last) load_gain(a, begin + r * step, gain);
+      x[r] = normed(x[r], factor, gain);
+    }
   }
   float inverse{1.0f}, scale{1.0f};
   if constexpr (kScaled) {
-    const uint32_t mine = __reduce_max_sync(kAllLanes, x.largest());
-    if (lane == 0) scratch.largest[warp] = mine;
+    uint32_t largest{0};
+#pragma unroll
+    for (int r = 0; r < R; ++r) largest = max(largest, x[r].largest());
+    largest = __reduce_max_sync(kAllLanes, largest);
+    if (lane == 0) scratch.largest[warp] = largest;
     __syncthreads();
-    const uint32_t largest = scratch.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
+    largest = scratch.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
     inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
-  const int in_part = share.slice & (p.block_slices() - 1);
   if (share.sub == 0 && lane == 0) reinterpret_cast<float*>(image + p.scales_at)[in_part * C + row] = scale;
   int total[D]{};
-  emit<F, Grouped, D, C>(a, row, k, in, to, inverse, reinterpret_cast<int*>(image + p.sums_at), total,
-                         [&](float (&v)[8]) { x.unpack(v); });
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const int k = begin + r * step;
+    emit<F, Grouped, D, C>(a, row, k, k < share.last, to, inverse, reinterpret_cast<int*>(image + p.sums_at), total,
+                           [&](float (&v)[8]) { x[r].unpack(v); });
+  }
   if constexpr (kSummed) add_digits<D>(total, slice_sums + share.slice * D);
 }
 
@@ -302,34 +285,40 @@ __global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __g
             begin = share.first / kStepK - first_step;
   const int at = p.planes_of(share.slice & (p.block_slices() - 1), row, begin, share.last / kStepK - first_step);
   const RowTarget to{image + p.planes_at + at - begin * kStepK * p.column_bytes, stage, first_step * kStepK};
+  const auto wait = [] {
+    dependency_wait();
+    dependency_release();
+  };
   if constexpr (!kFloatActivations<F, D>) {
-    if (a.x_aligned && p.short_row()) {
-      prepare_short_row<F, Grouped, D, C>(a, row, share, scratch, to, image, scratch.sums);
+    if (a.x_aligned && p.row_rounds <= kMostRounds) {
+      p.row_rounds == 1
+          ? prepare_short_row<F, Grouped, D, C, 1>(a, row, share, scratch, to, image, scratch.sums, wait)
+          : prepare_short_row<F, Grouped, D, C, kMostRounds>(a, row, share, scratch, to, image, scratch.sums, wait);
       if constexpr (Format<F>::kInteger && !Grouped) put_slice_sums<D, C>(a, row, share, scratch, image);
       return;
     }
   }
-  dependency_wait();
-  dependency_release();
+  wait();
   a.x_aligned ? prepare_row<F, Grouped, D, C, true>(a, row, share, scratch, to, image)
               : prepare_row<F, Grouped, D, C, false>(a, row, share, scratch, to, image);
 }
 
-// Waits for the kernel ahead and brings the block's image to shared memory; `scratch` there holds a RowScratch.
-template <WeightFormat F, bool Grouped, int D, int C>
-__device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, void* scratch, int part) {
+// Waits for what has stored x and brings the block's image to shared memory; `scratch` there holds a RowScratch.
+template <WeightFormat F, bool Grouped, int D, int C, class Wait>
+__device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, void* scratch, int part, Wait wait) {
   const DecodePlan& p = a.plan;
   if constexpr (C == 1 && !kFloatActivations<F, D>) {
-    if (a.images == nullptr && p.short_row()) {
+    if (a.images == nullptr && p.row_rounds <= kMostRounds) {
       const WarpShare share(a, 0, p.block_log);
       const RowTarget to{image + p.planes_at + share.slice * p.plane_pad, nullptr, 0};
-      prepare_short_row<F, Grouped, D, 1>(a, 0, share, *static_cast<RowScratch<D>*>(scratch), to, image,
-                                          reinterpret_cast<int*>(image + p.sums_at));
+      RowScratch<D>& sums = *static_cast<RowScratch<D>*>(scratch);
+      int* const digits = reinterpret_cast<int*>(image + p.sums_at);
+      p.row_rounds == 1 ? prepare_short_row<F, Grouped, D, 1, 1>(a, 0, share, sums, to, image, digits, wait)
+                        : prepare_short_row<F, Grouped, D, 1, kMostRounds>(a, 0, share, sums, to, image, digits, wait);
       return;
     }
   }
-  dependency_wait();
-  dependency_release();
+  wait();
   if (C == 1 && a.images == nullptr) {
     const int first_column = slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK;
     const WarpShare share(a, part << p.block_log, p.block_log);

@@ -27,6 +27,33 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint2
   }
 }
 
+// What a warp does in a link: one slice of K (C > 1: `own` neighbouring slices) in every strip_step-th strip.
+struct WarpPart {
+  int me, sub;  // warp of the strip, strip of the block
+  int first_slice, own;
+  int begin;                // step of K
+  int first_stage, stages;  // of a strip
+  int first_strip, strip_step;
+
+  template <WeightFormat F, int C>
+  __device__ __forceinline__ static WarpPart of(const DecodeArgs& a) {
+    constexpr int kStepStages{kStepK / Format<F>::kStageK};
+    const DecodePlan& p = a.plan;
+    const int warp = threadIdx.x / kWarp, part = blockIdx.x & (p.parts() - 1), part_blocks = gridDim.x >> p.parts_log;
+    WarpPart w;
+    w.me = warp & (p.strip_warps() - 1), w.sub = warp >> (p.block_log - p.own_log);
+    w.own = C == 1 ? 1 : 1 << p.own_log, w.first_slice = w.me * w.own;
+    const int slice = (part << p.block_log) + w.first_slice;
+    w.begin = slice_begin(slice, p.slices_log, a.steps), w.first_stage = w.begin * kStepStages;
+    w.stages = min(slice_begin(slice + w.own, p.slices_log, a.steps) * kStepStages, a.stages) - w.first_stage;
+    w.first_strip = (blockIdx.x >> p.parts_log) + w.sub * part_blocks, w.strip_step = part_blocks * p.block_strips;
+    return w;
+  }
+  __device__ __forceinline__ int strips(const DecodeArgs& a) const {  // how many it takes
+    return first_strip < a.strips ? (a.strips - first_strip + strip_step - 1) / strip_step : 0;
+  }
+};
+
 // Scale, zero-point and minimum of one row in one group.
 struct RowTerms {
   float scale, minimum;
@@ -62,17 +89,55 @@ __device__ __forceinline__ void read_record(const DecodeArgs& a, const uint8_t* 
   }
 }
 
+// What the sum of one row of W needs, as it is in memory: asked for long before, and first looked at then.
+template <WeightFormat F>
+struct RowBits {
+  uint32_t scale, minimum{0}, zeros{0};
+  float bias{0.0f};
+
+  // Of row `row` of a strip, row n of the weight.
+  __device__ __forceinline__ static RowBits read(const DecodeArgs& a, int strip, int row) {
+    RowBits out;
+    const uint8_t* const record = a.records + static_cast<int64_t>(strip) * a.record_bytes;
+    const int at = 2 * (row % 8) + row / 8;
+    const auto word = [&](const uint8_t* from) -> uint32_t {
+      return a.scale_dtype == DType::f32 ? reinterpret_cast<const uint32_t*>(from)[at]
+                                         : reinterpret_cast<const uint16_t*>(from)[at];
+    };
+    out.scale = word(record);
+    if (a.has_minimum) out.minimum = word(record + a.minimum_at);
+    if (a.has_zero) {
+      out.zeros = record[(a.scale_dtype == DType::f32 ? 64 : 32) + (F == WeightFormat::int4 ? row % 8 : at)];
+    }
+    return out;
+  }
+
+  __device__ __forceinline__ RowTerms terms(const DecodeArgs& a, int row) const {
+    const auto value = [&](uint32_t bits) {
+      return a.scale_dtype == DType::f32    ? __uint_as_float(bits)
+             : a.scale_dtype == DType::bf16 ? __uint_as_float(bits << 16)
+                                            : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+    };
+    const int zero = F == WeightFormat::int4 ? zeros >> row / 8 * 4 & 15 : zeros;
+    return {value(scale), value(minimum), a.has_zero ? zero : a.default_zero};
+  }
+};
+
 // sum of codes x digits -> scale * sum of (code - zero) x activation + minimum * sum of activations.
 template <int D>
 __device__ __forceinline__ float scale_sums(const int (&raw)[D], const int (&digits)[D], const RowTerms& row,
-                                            float slice_scale) {
-  float value{0.0f}, total{0.0f};
+                                            float slice_scale, bool has_minimum) {
+  float value{0.0f};
 #pragma unroll
-  for (int d = 0; d < D; ++d) {
-    value = fmaf(value, 256.0f, static_cast<float>(raw[d] - row.zero * digits[d]));
-    total = fmaf(total, 256.0f, static_cast<float>(digits[d]));
+  for (int d = 0; d < D; ++d) value = fmaf(value, 256.0f, static_cast<float>(raw[d] - row.zero * digits[d]));
+  value = __fmul_rn(row.scale, value);
+  if (has_minimum) {
+    float total{0.0f};
+#pragma unroll
+    for (int d = 0; d < D; ++d) total = fmaf(total, 256.0f, static_cast<float>(digits[d]));
+    value = fmaf(row.minimum, total, value);
   }
-  return __fmul_rn(fmaf(row.minimum, total, __fmul_rn(row.scale, value)), slice_scale);
+  return __fmul_rn(value, slice_scale);
 }
 
 // Sums of one strip in a warp: raw ones (int32, or fp32 for full formats), and scaled ones for weights with groups.
@@ -132,7 +197,7 @@ struct Tile {
             int raws[D], digits[D];
 #pragma unroll
             for (int d = 0; d < D; ++d) raws[d] = raw(t, d, h, j), digits[d] = sums[d * C + m];
-            sum[t][h][j] += scale_sums<D>(raws, digits, rows[h], 1.0f);
+            sum[t][h][j] += scale_sums<D>(raws, digits, rows[h], 1.0f, a.has_minimum);
           }
         }
       }
@@ -189,44 +254,57 @@ struct Tile {
 
 // With one row of x, what this lane needs of its group's record of every four, copied to shared memory (a load into
 // registers would be waited for with the next load of any kind). A slot is [word][lane]: scales, minimums, zero-points.
-template <WeightFormat F>
+template <WeightFormat F, int C>
 struct LaneRecords {
-  const DecodeArgs& a;
-  int lane, slice_groups, strip_step;
-  int strip, left;  // of the next four to copy: its strip, and the groups of the slice from it on
-  uint32_t at;      // of this lane's record, in 8 bytes
+  const DecodeChain& chain;
+  int lane;
+  int link{-1}, strips_left{0};  // of what is to be copied next
+  int left, slice_groups;        // groups of the slice, from the next four on
+  const uint8_t* from;           // the record of this lane
+  int64_t strip_jump;
 
-  __device__ __forceinline__ void start(int first_group) {
-    left = slice_groups;
-    at = (static_cast<uint32_t>(strip) * a.groups + first_group + lane % 4) * (a.record_bytes / 8);
+  // To the next link that has work for this warp.
+  __device__ __forceinline__ void next_link() {
+    while (++link < chain.count) {
+      const DecodeArgs& a = chain.links[link];
+      const WarpPart w = WarpPart::of<F, C>(a);
+      strips_left = w.strips(a);
+      if (strips_left == 0) continue;
+      left = slice_groups = w.stages * kStepK >> a.group_shift;
+      const int first = (w.begin * kStepK >> a.group_shift) + lane % 4;
+      from = a.records + (static_cast<int64_t>(w.first_strip) * a.groups + first) * a.record_bytes;
+      strip_jump = (w.strip_step * a.groups - (slice_groups + 3) / 4 * 4) * a.record_bytes;
+      return;
+    }
   }
 
   // Copies into the slot at `to` (a shared address) and goes on.
   __device__ __forceinline__ void copy(uint32_t to) {
-    if (strip < a.strips && lane % 4 < left) {
+    if (strips_left == 0) return;
+    const DecodeArgs& a = chain.links[link];
+    if (lane % 4 < left) {
       const int r = lane / 4, pair = a.scale_dtype == DType::f32 ? 8 : 4;
-      const uint8_t* const record = a.records + static_cast<uint64_t>(at) * 8;
       to += lane * 4;
-      const auto copy_pair = [&](const uint8_t* from) {
-        copy_async_4(to, from + r * pair);
-        if (pair == 8) copy_async_4(to + 128, from + r * 8 + 4);
+      const auto copy_pair = [&](const uint8_t* pairs) {
+        copy_async_4(to, pairs + r * pair);
+        if (pair == 8) copy_async_4(to + 128, pairs + r * 8 + 4);
         to += pair * 32;
       };
-      copy_pair(record);
-      if (a.has_minimum) copy_pair(record + a.minimum_at);
-      if (a.has_zero) copy_async_4(to, record + pair * 8 + (F == WeightFormat::int4 ? r / 4 * 4 : r / 2 * 4));
+      copy_pair(from);
+      if (a.has_minimum) copy_pair(from + a.minimum_at);
+      if (a.has_zero) copy_async_4(to, from + pair * 8 + (F == WeightFormat::int4 ? r / 4 * 4 : r / 2 * 4));
     }
-    at += a.record_bytes / 2, left -= 4;
+    from += 4 * a.record_bytes, left -= 4;
     if (left <= 0) {  // back to the slice's start, in the next strip
-      left = slice_groups, strip += strip_step;
-      at += (strip_step * a.groups - (slice_groups + 3) / 4 * 4) * (a.record_bytes / 8);
+      left = slice_groups, from += strip_jump;
+      if (--strips_left == 0) next_link();
     }
   }
 
-  // What the slot at `from` says of rows r and r + 8.
-  __device__ __forceinline__ void read(const uint8_t* from, RowTerms (&rows)[2]) const {
+  // What a slot says of rows r and r + 8.
+  __device__ __forceinline__ void read(const DecodeArgs& a, const uint8_t* slot, RowTerms (&rows)[2]) const {
     const int r = lane / 4;
-    const uint32_t* word = reinterpret_cast<const uint32_t*>(from) + lane;
+    const uint32_t* word = reinterpret_cast<const uint32_t*>(slot) + lane;
     const auto read_pair = [&](float& low, float& high) {
       if (a.scale_dtype == DType::f32) {
         low = __uint_as_float(word[0]), high = __uint_as_float(word[kWarp]);

@@ -11,23 +11,22 @@ namespace nibblelm::cuda {
 constexpr int kDecodeWarps{16};  // one block a multiprocessor; a second one (the next kernel's) fits beside it
 constexpr int kDecodeThreads{kDecodeWarps * 32};
 constexpr int kMaxSlices{8};  // K is summed as a binary tree of at most this many slices
+constexpr int kMaxLinks{4};   // linears of one row of x that one kernel computes one after another
+constexpr int kMaxDepth{4};   // strips whose sums may wait for their reduction
+constexpr int kLinkBarriers{2 * kDecodeWarps * kMaxDepth};
 
 // Cards of these architectures give a block 99 KB of shared memory, not 163 or more.
 constexpr bool small_shared_memory(int architecture) {
   return architecture == 86 || architecture == 89 || architecture >= 120;
 }
 
-// Bytes of weights in flight per warp: 16 warps x 6 KB is 96 KB an SM; 4.35 TB/s x 1 us / 132 SMs is 33 KB (H200). int8
-// and full formats gain 10 to 20 % on small matrices from 8 KB, int4 nothing; 16 rows of x need the room themselves,
-// and up to 4 leave room for the next kernel's block.
-constexpr int ring_bytes(WeightFormat format, int columns, bool small_shared) {
+// Bytes of weights in flight per warp; 4.35 TB/s x 1 us / 132 SMs is 33 KB an SM (H200). With one row of x, the rings of
+// 16 warps go on filling while the links of a chain wait for each other, and leave room for a block of attention (66 KB)
+// beside them; 16 rows of x need the room themselves, and up to 4 leave it to the next kernel's block.
+constexpr int ring_bytes(WeightFormat format, bool grouped, int columns, bool small_shared) {
   if (columns == 16 || small_shared) return 4096;
+  if (columns == 1) return format == WeightFormat::int4 && !grouped ? 7168 : 6144;
   return format != WeightFormat::int4 ? 8192 : columns == 4 ? 4096 : 6144;
-}
-// One row by weights with groups, whose records need room too. (Without groups, a short ring makes 14336 x 4096 fit
-// beside the next kernel's block, which gains 1.0 us, and takes 1.9 us longer itself.)
-constexpr int short_ring_bytes(WeightFormat format, int columns, bool small_shared) {
-  return columns == 1 && format == WeightFormat::int4 ? 4096 : ring_bytes(format, columns, small_shared);
 }
 constexpr int kPreparedElements{32768};  // columns of one row from which one kernel prepares it for all blocks
 
@@ -58,7 +57,7 @@ NIBBLELM_HOST_DEVICE inline int slice_begin(int slice, int slices_log, int steps
 constexpr bool digit_columns(bool integer, int planes) { return integer && planes == 2; }
 
 // Whether every lane copies what it needs of the records, of four groups at a time, instead of the warp all records of
-// a stage. In 2 slots (4 of smaller groups) a copy is asked for at least 4 stages, a whole ring, before it is read.
+// a stage. They have as many slots as let a copy be asked for a whole ring of stages before it is read.
 constexpr bool lane_records(bool integer, int planes, int m) { return digit_columns(integer, planes) && m == 1; }
 
 // Rows of x the kernel is compiled for that takes m.
@@ -83,22 +82,18 @@ struct DecodePlan {
   int depth_log;
   int ring_stages;  // of a warp
 
-  bool prepared;  // the planes come from linear_planes_kernel
+  bool prepared;   // the planes come from linear_planes_kernel
+  int row_rounds;  // of 8 activations for a thread of the block that prepares a row
 
-  int slice_columns;                  // of the widest slice
   int column_bytes;                   // of a row's planes
   int plane_pad;                      // behind a slice of a row
   int planes_at, sums_at, scales_at;  // in the image of a part
   int image_bytes;                    // a multiple of 16
   int record_slot;   // bytes of records beside one stage, or of what the lanes hold of four groups' records
   int record_slots;  // of a warp
-  int records_at, image_at, red_at, barriers_at, image_barriers_at,
+  int records_at, barriers_at, image_at, red_at, image_barriers_at,
       shared_bytes;  // in shared memory, behind the ring of weights
 
-  // Whether a thread of the block that prepares a row has at most 8 of its activations.
-  NIBBLELM_HOST_DEVICE bool short_row() const {
-    return slice_columns <= (kDecodeWarps >> (prepared ? slices_log : block_log)) * 256;
-  }
   NIBBLELM_HOST_DEVICE int slices() const { return 1 << slices_log; }
   NIBBLELM_HOST_DEVICE int block_slices() const { return 1 << block_log; }
   NIBBLELM_HOST_DEVICE int parts() const { return 1 << parts_log; }
@@ -119,7 +114,7 @@ struct DecodePlan {
 
 // The shared memory of one choice of (m, block_slices); the offsets are where the kernel finds its parts.
 inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int slices_log, int block_log, int own_log,
-                                int depth, int ring) {
+                                int depth, int ring, int least_record_slots) {
   DecodePlan p{};
   p.m = m;
   p.slices_log = slices_log;
@@ -147,13 +142,16 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.image_bytes = (p.scales_at + p.block_slices() * columns * 4 + 15) / 16 * 16;
 
   p.prepared = m > 1 || steps * kStepK >= kPreparedElements;
-  int widest = 0;
+  int widest = 0, least_four = kStepK;  // in steps: a slice, and four groups of one or the rest behind those
   for (int slice = 0; slice < p.slices(); ++slice) {
-    widest =
-        std::max(widest, slice_begin(slice + 1, slices_log, w.steps()) - slice_begin(slice, slices_log, w.steps()));
+    const int length = slice_begin(slice + 1, slices_log, w.steps()) - slice_begin(slice, slices_log, w.steps());
+    widest = std::max(widest, length);
+    const int four = grouped ? std::max(4 * w.group_size / kStepK, 1) : 1;
+    least_four = std::min(least_four, length % four == 0 ? four : length % four);
   }
 
-  p.slice_columns = widest * kStepK;
+  const int round = (kDecodeWarps >> slices_log) * 8 * 32;  // of the warps that share a slice
+  p.row_rounds = (widest * kStepK + round - 1) / round;
 
   p.ring_stages = ring / stage_bytes(w.format);
   p.records_at = kDecodeWarps * ring;
@@ -163,13 +161,13 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   } else if (grouped) {
     const int words = w.scale_bytes() / 2 * (w.has_minimum ? 2 : 1) + (w.has_zero ? 1 : 0);
     p.record_slot = words * 4 * 32;
-    p.record_slots = w.group_size == kStepK && w.steps() >= 2 << slices_log ? 2 : 4;
+    p.record_slots = std::max((p.ring_stages + least_four - 1) / least_four, least_record_slots);
   }
-  p.image_at = p.records_at + kDecodeWarps * p.record_slots * p.record_slot;
+  p.barriers_at = p.records_at + kDecodeWarps * p.record_slots * p.record_slot;
+  p.image_at = p.barriers_at + (m == 1 ? kMaxLinks : 1) * kLinkBarriers * 8;
   p.red_at = p.image_at + p.image_bytes;
   const int words = w.integer() && !grouped && m == 1 ? planes : 1;  // raw sums of every digit, or one float
-  p.barriers_at = p.red_at + kDecodeWarps * depth * m * kStripRows * words * 4;
-  p.image_barriers_at = p.barriers_at + 2 * p.block_strips * depth * 8;
+  p.image_barriers_at = p.red_at + kDecodeWarps * depth * m * kStripRows * words * 4;
   p.shared_bytes = p.image_barriers_at + (p.block_slices() + 1) * 8;
   return p;
 }
@@ -186,7 +184,7 @@ constexpr int decode_own_log(int m, int block_log, int strips) {
 // only where even one slice does not fit. `shared_limit`: bytes of a block;
 // `architecture`: what the kernels are compiled for, as 80 or 90.
 inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, bool aligned, int multiprocessors,
-                              int shared_limit, int architecture) {
+                              int shared_limit, int architecture, int least_record_slots) {
   const int planes = decode_planes(w.format, x_dtype);
   const bool small = small_shared_memory(architecture);
   const int slices_log = decode_slices_log(w.steps());
@@ -195,11 +193,10 @@ inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, bool 
       const int most_blocks = std::max(multiprocessors >> (slices_log - block_log), 1);
       const int block_strips = (w.strips() + most_blocks - 1) / most_blocks;
       const int own_log = decode_own_log(rows, block_log, block_strips);
-      for (int depth = rows == 1 ? 4 : 2; depth >= 1; depth /= 2) {
+      for (int depth = rows == 1 ? kMaxDepth : 2; depth >= 1; depth /= 2) {
         const int columns = decode_columns(rows, digit_columns(w.integer(), planes));
-        const bool lanes = w.group_size != 0 && lane_records(w.integer(), planes, rows);
-        const int ring = (lanes ? short_ring_bytes : ring_bytes)(w.format, columns, small);
-        DecodePlan p = decode_layout(w, planes, rows, slices_log, block_log, own_log, depth, ring);
+        const int ring = ring_bytes(w.format, w.group_size != 0, columns, small);
+        DecodePlan p = decode_layout(w, planes, rows, slices_log, block_log, own_log, depth, ring, least_record_slots);
 
         if (p.shared_bytes > shared_limit) continue;
         // Only that kernel reads x element by element, or sees a whole row where blocks do not.

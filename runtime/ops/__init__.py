@@ -156,16 +156,14 @@ def linear_chain(
     residual: Tensor | None,
     steps: Sequence[LinearStep],
     activation_bits: ActivationBits = 24,
-    ahead: Sequence[PackedLinear] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """Linears one after another, each of what the one before it gives: in one kernel where the device has it, with the
     same bits.
 
     x, residual (M, K); returns (the last y, the residual stream after the last step that has a norm)
-    ahead  the weights of linears that come after these, for a device that can ask its cache for them early
     """
     if x.device.type == "cuda":
-        together = backend(x.device).linear_chain(x, residual, steps, ahead)
+        together = backend(x.device).linear_chain(x, residual, steps)
         if together is not None:
             return together
     for step in steps:

@@ -224,7 +224,7 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits
         _large_linear(x, weight, bias, out)
     elif x.shape[0] > 0:
         step, _workspace = _decode_step(x, weight, bias, out, *_NO_FUSION)
-        _cuda.linear([step], [], *launch_args())
+        _cuda.linear([step], *launch_args())
     return out
 
 
@@ -299,12 +299,12 @@ def norm_linear(
     if found is None:
         return None
     (step, _workspace), y, h = found
-    _cuda.linear([step], [], *launch_args())
+    _cuda.linear([step], *launch_args())
     return y, h
 
 
 def linear_chain(
-    x: Tensor, residual: Tensor | None, steps: Sequence[LinearStep], ahead: Sequence[PackedLinear]
+    x: Tensor, residual: Tensor | None, steps: Sequence[LinearStep]
 ) -> tuple[Tensor, Tensor | None] | None:
     """(y, residual) by as few kernels as can be, or None where a step has none."""
     if not (fused() and x.dtype == torch.bfloat16 and 0 < x.shape[0] <= _cuda.MAX_DECODE_ROWS):
@@ -321,8 +321,7 @@ def linear_chain(
             found, x, residual = normed
         recorded.append(found)
         kept.append(x)
-    weights = [w.data.values for w in ahead[: _cuda.MAX_AHEAD]]
-    _cuda.linear([step for step, _ in recorded], [(w.data_ptr(), w.nbytes) for w in weights], *launch_args())
+    _cuda.linear([step for step, _ in recorded], *launch_args())
     return x, residual
 
 

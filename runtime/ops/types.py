@@ -66,6 +66,17 @@ class PackedLinear:
 
 
 @dataclass(frozen=True)
+class LinearStep:
+    """One step of `ops.linear_chain`: `linear`, or with a gain `norm_linear`."""
+
+    weight: PackedLinear
+    bias: Tensor | None = None
+    gain: Tensor | None = None  # (K,) fp32: the residual stream takes the step's input and is normed
+    eps: float = 0.0
+    gated: bool = False  # with a gain: then `swiglu`
+
+
+@dataclass(frozen=True)
 class SamplingState:
     """What `ops.sample` reads and updates, a row per sequence; (M,) tensors on one device unless said otherwise.
 

@@ -74,6 +74,75 @@ def test_norm_linear_has_the_bits_of_its_parts(kind: tuple[int, int | torch.dtyp
             assert torch.equal(want[1], x if added is None else (x.float() + added.float()).bfloat16())
 
 
+def chain_steps(kind: tuple[int, int | torch.dtype], hidden: int, inner: int, heads: int) -> list[ops.LinearStep]:
+    """What stands between two attentions: o, gate/up, down, q/k/v."""
+    gain = [(torch.rand(hidden, generator=torch.Generator().manual_seed(i)) + 0.5).to(DEVICE) for i in range(2)]
+    bias = torch.randn(heads + 64, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    return [
+        ops.LinearStep(packed(hidden, heads, kind, False, 1)),
+        ops.LinearStep(packed(2 * inner, hidden, kind, True, 2), None, gain[0], EPS, gated=True),
+        ops.LinearStep(packed(hidden, inner, kind, False, 3)),
+        ops.LinearStep(packed(heads + 64, hidden, kind, False, 4), bias, gain[1], EPS),
+    ]
+
+
+def chain_kernels(x: Tensor, residual: Tensor, steps: list[ops.LinearStep]) -> int:
+    with cuda.capture(DEVICE) as program:
+        ops.linear_chain(x, residual, steps)
+    return len(program)
+
+
+# From fewer strips than multiprocessors to several turns, slices of 1, 2, 4 and 8, rows of several rounds a thread.
+CHAINS = [(64, 192, 64), (896, 4864, 896), (2048, 8192, 2048), (4096, 14336, 4096), (520, 5120, 512)]
+
+
+@pytest.mark.parametrize("sizes", CHAINS, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_chain_has_the_bits_of_its_steps(kind: tuple[int, int | torch.dtype], sizes: tuple[int, int, int]) -> None:
+    if not all(_divides(kind, k) for k in sizes):
+        kind = (kind[0], -1)
+    steps = chain_steps(kind, *sizes)
+    for m in (1, 3):
+        x, residual = rows(m, sizes[2], m), rows(m, sizes[0], m + 100)
+        want = ops.linear_chain(x, residual, steps)
+        assert want[0].isfinite().all()
+        with cuda.fusion(True):
+            assert cuda.linear_chain(x, residual, steps) is not None
+            for _ in range(10 if m == 1 else 1):
+                got = ops.linear_chain(x, residual, steps)
+                assert torch.equal(got[0], want[0])
+                assert torch.equal(got[1], want[1])
+        if m == 1:
+            assert chain_kernels(x, residual, steps) == 1
+
+
+def test_a_chain_of_different_formats_is_cut_where_they_change() -> None:
+    steps = chain_steps((4, -1), 512, 1024, 512)
+    steps[2:] = chain_steps((8, -1), 512, 1024, 512)[2:]
+    x, residual = rows(1, 512, 1), rows(1, 512, 2)
+    want = ops.linear_chain(x, residual, steps)
+    with cuda.fusion(True):
+        got = ops.linear_chain(x, residual, steps)
+    assert torch.equal(got[0], want[0])
+    assert chain_kernels(x, residual, steps) == 2
+
+
+def test_chains_on_two_streams_do_not_wait_for_each_other() -> None:
+    chains = [chain_steps((4, -1), 2048, 8192, 2048) for _ in range(2)]
+    x, residual = rows(1, 2048, 1), rows(1, 2048, 2)
+    streams = [torch.cuda.Stream() for _ in chains]
+    with cuda.fusion(True):
+        want = ops.linear_chain(x, residual, chains[0])
+        torch.cuda.synchronize()
+        results = []
+        for _ in range(200):
+            for stream, steps in zip(streams, chains, strict=True):
+                with torch.cuda.stream(stream):
+                    results.append(ops.linear_chain(x, residual, steps)[0])
+        torch.cuda.synchronize()
+    assert all(torch.equal(got, want[0]) for got in results)
+
+
 def test_strided_rows_and_fp32_logits() -> None:
     weight = packed(320, 896, (8, -1), pairs=False)
     gain, wide = torch.ones(896, device=DEVICE), rows(4, 1024, 1)
