@@ -4,12 +4,12 @@
 // The heads of one KV head are the eight columns of mma.m16n8k16 and positions its rows: scores are K q, the output is
 // V^T p, and both operands come from row-major tiles by ldmatrix. Each warp brings its own tiles by cp.async, several
 // ahead, and waits for no other warp before the end. The blocks of a thread-block cluster divide a row's positions and
-// merge through distributed shared memory; only long rows take several clusters and a merge through device memory.
+// merge through distributed shared memory; where a row takes several, or none, the rest is merged through device memory.
 #include <bit>
 
 #include "attention_heads.cuh"
+#include "attention_merge.cuh"
 #include "attention_tiles.cuh"
-#include "cluster.cuh"
 
 namespace nibblelm::cuda {
 namespace {
@@ -23,266 +23,233 @@ struct Share {
   int begin;
   int end;
 
-  template <int kCluster, bool kPlain>
+  template <bool kPlain>
   __device__ __forceinline__ static Share of(const AttentionArgs& a, int64_t row, int slot, int position,
-                                             int most_clusters) {
+                                             int most_groups) {
     const Interval range = kPlain ? attended_plain(a, slot, position) : attended(a, row, slot, position);
-    const Plan plan = Plan::of<kCluster>(range, most_clusters);
+    const Plan plan = Plan::of(range, most_groups);
     const int begin = range.first + static_cast<int>(blockIdx.x) * plan.span;
     return {slot, position, range, plan, begin, min(range.end, begin + plan.span)};
   }
   __device__ __forceinline__ bool empty() const { return begin >= end; }
+  __device__ __forceinline__ bool newest() const { return position == end - 1; }  // is among these positions
 };
 
 // Asks L2 for the tiles of a short row; those of a long one would be gone from L2 before their turn.
-template <int D>
+template <class F>
 __device__ __forceinline__ void prefetch_tiles(const AttentionArgs& a, const Share& share, int kv_head) {
+  constexpr int D{F::D};
   if (share.end - share.begin > 2 * kPartPositions) return;
   const int64_t first = static_cast<int64_t>(share.begin) * D * 2;
   const int bytes = (share.end - share.begin) * D * 2;
   const char* const k = static_cast<const char*>(cache_row(a.k, a, share.slot, kv_head)) + first;
   const char* const v = static_cast<const char*>(cache_row(a.v, a, share.slot, kv_head)) + first;
 #pragma unroll 1
-  for (int at = threadIdx.x * 128; at < bytes; at += kWarpsOf<D> * kWarp * 128) {
+  for (int at = threadIdx.x * 128; at < bytes; at += F::kWarps * kWarp * 128) {
     prefetch_l2(k + at);
     prefetch_l2(v + at);
   }
 }
 
-// ---- merging ----
-
-struct Triple {
-  float m;
-  float l;
-  float4 o;
-};
-
-// In order; at most kMost of them, whose reads overlap.
-template <int kMost, class Statistics, class Output>
-__device__ __forceinline__ Triple merge(int count, Statistics statistics, Output output) {
-  Triple t{-INFINITY, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
-  float2 s[kMost];
-  float4 o[kMost];
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    s[i] = {-INFINITY, 0.0f};
-    if (i < count) s[i] = statistics(i), o[i] = output(i);
-    t.m = fmaxf(t.m, s[i].x);
-  }
-#pragma unroll
-  for (int i = 0; i < kMost; ++i) {
-    const float w = weight_of(s[i].x, t.m);
-    if (i >= count) continue;
-    t.l = __fmaf_rn(w, s[i].y, t.l);
-    t.o = {__fmaf_rn(w, o[i].x, t.o.x), __fmaf_rn(w, o[i].y, t.o.y), __fmaf_rn(w, o[i].z, t.o.z),
-           __fmaf_rn(w, o[i].w, t.o.w)};
-  }
-  return t;
-}
-
-// Where the ring was: behind each other in every warp's share, its output, then the parts of some of the cluster's
-// blocks (of the first block only). A share is done with by its own warp alone, so no barrier comes before.
-template <int D, int kBytes>
-struct MergeSpace {
-  using R = Ring<D, kBytes>;
-  static constexpr int kPitch{D + 4};  // keeps the lanes' stores off each other's banks
-  static constexpr int kOutputBytes{kHeads * (kPitch * 4 + 8)};
-  static constexpr int kPartBytes{kHeads * (D * 4 + 8)};
-  static_assert(kOutputBytes + kClusterBlocks / R::kWarps * kPartBytes <= R::kWarpBytes &&
-                kClusterBlocks % R::kWarps == 0);
-  unsigned char* storage;
-
-  __device__ __forceinline__ float* output(int warp, int h) const {
-    return reinterpret_cast<float*>(storage + warp * R::kWarpBytes) + h * kPitch;
-  }
-  __device__ __forceinline__ float2* statistics(int warp) const {
-    return reinterpret_cast<float2*>(storage + warp * R::kWarpBytes + kHeads * kPitch * 4);
-  }
-  __device__ __forceinline__ float* part(int rank, int h) const {
-    const int at = rank % R::kWarps * R::kWarpBytes + kOutputBytes + rank / R::kWarps * kPartBytes;
-    return reinterpret_cast<float*>(storage + at) + h * D;
-  }
-  __device__ __forceinline__ float2* part_statistics(int rank) const {
-    return reinterpret_cast<float2*>(part(rank, kHeads));
-  }
-};
-
 // ---- kernel ----
 
-// Grid (parts, kv_heads * head groups, rows); parts in clusters. Warps take tiles in turn; their triples are merged in
-// the order of warps, then of blocks, then of clusters.
-template <int D, int kBytes, bool kOptions, bool kFused>
-__global__ void __launch_bounds__(kWarpsOf<D>* kWarp, D == 256 ? 2 : 3)
-    attention_decode_kernel(const __grid_constant__ AttentionArgs a, const __grid_constant__ HeadArgs head_args,
-                            int64_t first_row, int groups, int most_clusters) {
-  using R = Ring<D, kBytes>;
-  constexpr int kCluster{kArchitecture >= 90 ? kClusterBlocks : 1};
-  extern __shared__ __align__(128) unsigned char storage[];
-  __shared__ __align__(16) Prepared<kFused ? D : 0> prepared;
-  __shared__ uint64_t received;  // in the cluster's first block: reports of the parts
-  const int64_t row = first_row + blockIdx.z;
-  const int per_kv = a.heads / a.kv_heads, kv_head = blockIdx.y / groups;
-  const int in_group = blockIdx.y % groups * kHeads, first_head = kv_head * per_kv + in_group;
-  const int heads = min(kHeads, per_kv - in_group);
-  const int warp = threadIdx.x / kWarp, lane = static_cast<int>(keep(threadIdx.x % kWarp)), g = lane / 4, j = lane % 4;
-  const int part = blockIdx.x, rank = part % kCluster;
-  if (kCluster > 1 && rank == 0 && threadIdx.x == 0) cluster_init(&received);
-  __syncwarp();
-  // Where the row stands may change until the wait; a guess from before it is right but for the step after a change,
-  // and what it is used for then is done again. It is read around L1, which would keep it.
+// Which row, heads and part a block has, and where in it a thread stands (lane = 4 g + j).
+template <class F>
+struct Place {
+  int64_t row;
+  int kv_head, in_group, first_head, heads;
+  int part, rank;
+  int warp, lane, g, j;
+
+  __device__ __forceinline__ Place(const AttentionArgs& a, int64_t first_row, int groups) {
+    const int per_kv = a.heads / a.kv_heads;
+    row = first_row + blockIdx.z;
+    kv_head = blockIdx.y / groups;
+    in_group = blockIdx.y % groups * kHeads;
+    first_head = kv_head * per_kv + in_group;
+    heads = min(kHeads, per_kv - in_group);
+    part = blockIdx.x, rank = part % F::kCluster;
+    warp = threadIdx.x / kWarp, lane = static_cast<int>(keep(threadIdx.x % kWarp)), g = lane / 4, j = lane % 4;
+  }
+};
+
+// Where the row stands, with its first tiles on their way. That may change until the wait; a guess from before it is
+// right but for the step after a change, and what it was used for then is done again. It is read around L1, which would
+// keep it.
+template <class F, bool kOptions, bool kFused>
+__device__ __forceinline__ Share begin(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
+                                       int most_groups, uint32_t tiles, RawHeads<F::D, F::kWarps>& raw) {
+  const bool guesses = kFused || (!kOptions && a.prefix == nullptr && a.starts == nullptr);
   Share share{};
-  if constexpr (kFused) {
-    const int guess = __ldcg(a.positions + row);
-    share = Share::of<kCluster, true>(a, row, guess < a.capacity ? __ldcg(a.slots + row) : -1, guess, most_clusters);
-    prefetch_tiles<D>(a, share, kv_head);
+  if (guesses) {
+    const int guess = __ldcg(a.positions + at.row);
+    share = Share::of<true>(a, at.row, guess < a.capacity ? __ldcg(a.slots + at.row) : -1, guess, most_groups);
+    prefetch_tiles<F>(a, share, at.kv_head);
   }
   dependency_wait();
-  RawHeads<D> raw;
-  if constexpr (kFused) raw.read(a, row, first_head, heads, kv_head);
-  const int slot = a.slots[row], position = a.positions[row];
-  if constexpr (!kFused) share = Share::of<kCluster, false>(a, row, slot, position, most_clusters);
-  constexpr int kStep{R::kWarps * kTile}, kQuads{D / 4}, kRounds{(kHeads * kQuads + R::kThreads - 1) / R::kThreads};
+  if constexpr (kFused) raw.read(a, at.row, at.first_head, at.heads, at.kv_head);
+  const int slot = a.slots[at.row], position = a.positions[at.row];
+  if (!guesses) share = Share::of<false>(a, at.row, slot, position, most_groups);
 #pragma unroll 1
   for (;;) {
     if (!share.empty()) {
-      const R ring(shared_address(storage), a, share.slot, kv_head,
-                   kFused && share.position == share.end - 1 ? share.position : share.end, warp, lane);
-#pragma unroll 1
-      for (int i = 0, at = share.begin + warp * kTile; i < R::kStages - 1; ++i, at += kStep) {
-        if (at < share.end) ring.fetch(i, at);
-        copy_async_commit();
-      }
+      Ring<F>(tiles, a, share.slot, at.kv_head, share.end, kFused && share.newest(), at.warp, at.lane)
+          .fill(share.begin + at.warp * kTile);
       if constexpr (kFused) raw.read_angles(head_args, share.position);
     }
-    if (!kFused || (share.slot == slot && share.position == position)) break;
+    if (share.slot == slot && share.position == position) return share;
     copy_async_wait<0>();
     __syncwarp();
-    share = Share::of<kCluster, true>(a, row, slot, position, most_clusters);
+    share = Share::of<true>(a, at.row, slot, position, most_groups);
   }
-  bf16* const out = static_cast<bf16*>(a.out) + (row * a.heads + first_head) * D;
-  const Plan plan = share.plan;
+}
+
+// Norm and rotation of the query heads and the new key, while the tiles are on their way; writes the new position.
+template <class F>
+__device__ __forceinline__ void prepare(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
+                                        const Share& share, RawHeads<F::D, F::kWarps>& raw, Prepared<F::D>& prepared) {
+  const int64_t offset =
+      ((static_cast<int64_t>(share.slot) * a.kv_heads + at.kv_head) * a.capacity + share.position) * F::D;
+  bf16* const keys = const_cast<bf16*>(static_cast<const bf16*>(a.k));
+  bf16* const values = const_cast<bf16*>(static_cast<const bf16*>(a.v));
+  const bool writes = share.newest() && at.in_group == 0;
+  raw.prepare(prepared, head_args, at.heads, writes ? keys + offset : nullptr, writes ? values + offset : nullptr);
+  __syncthreads();
+}
+
+// All parts of this row's heads are in device memory, or merged by clusters: their blocks' last one writes the result.
+template <class F, class Write>
+__device__ __forceinline__ void merge_row(const AttentionArgs& a, const Place<F>& at, int parts, Write write) {
+  constexpr int kQuads{F::D / 4};
+#pragma unroll 1
+  for (int i = threadIdx.x; i < at.heads * kQuads; i += F::kWarps * kWarp) {
+    const int h = i / kQuads, d = i % kQuads * 4;
+    const Partials partials(a, at.row, at.first_head + h, gridDim.x / F::kCluster);
+    const auto statistics = [&](int n) { return __ldcg(partials.statistics + n); };
+    const auto output = [&](int n) {
+      return __ldcg(reinterpret_cast<const float4*>(partials.outputs + static_cast<int64_t>(n) * F::D + d));
+    };
+    Triple t;
+#pragma unroll 2
+    for (int first = 0; first < parts; first += kGroup) {
+      Triple group;
+      if constexpr (F::kCluster > 1) {
+        const float2 s = statistics(first / kGroup);
+        group = {s.x, s.y, output(first / kGroup)};
+      } else {
+        group = merge<kGroup>(
+            parts - first, [&](int n) { return statistics(first + n); }, [&](int n) { return output(first + n); });
+      }
+      t = first == 0 ? group : join(t, group);
+    }
+    write(h, d, t);
+  }
+}
+
+// Grid (parts, kv_heads * head groups, rows); parts in clusters, or alone. Warps take tiles in turn; their triples are
+// merged in the order of warps, then of the parts of a group, then of groups.
+template <class F, bool kOptions, bool kFused>
+__global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
+    attention_decode_kernel(const __grid_constant__ AttentionArgs a, const __grid_constant__ HeadArgs head_args,
+                            int64_t first_row, int groups, int most_groups) {
+  constexpr int D{F::D}, kQuads{D / 4};
+  using R = Ring<F>;
+  constexpr int kRounds{(kHeads * kQuads + R::kThreads - 1) / R::kThreads};
+  extern __shared__ __align__(128) unsigned char storage[];
+  __shared__ __align__(16) Prepared<kFused ? D : 0> prepared;
+  __shared__ uint64_t received;  // in the cluster's first block: reports of the parts
+  const Place<F> at(a, first_row, groups);
+  if (F::kCluster > 1 && at.rank == 0 && threadIdx.x == 0) cluster_init(&received);
+  __syncwarp();
+  RawHeads<D, F::kWarps> raw;
+  const Share share = begin<F, kOptions, kFused>(a, head_args, at, most_groups, shared_address(storage), raw);
+  bf16* const out = static_cast<bf16*>(a.out) + (at.row * a.heads + at.first_head) * D;
   if (share.empty()) {
-    if (plan.length == 0 && part == 0)
-      for (int i = threadIdx.x; i < heads * D; i += R::kThreads) out[i] = from_float<bf16>(0.0f);
+    if (share.plan.length == 0 && at.part == 0)
+      for (int i = threadIdx.x; i < at.heads * D; i += R::kThreads) out[i] = from_float<bf16>(0.0f);
     return;
   }
-  const int begin = share.begin, end = share.end;
-  const bool newest = kFused && position == end - 1;  // its key and value are not in the cache yet
-  const R ring(shared_address(storage), a, slot, kv_head, newest ? position : end, warp, lane);
-  int p = begin + warp * kTile;
+  const bool newest = kFused && share.newest();  // its key and value are not in the cache yet
+  const R ring(shared_address(storage), a, share.slot, at.kv_head, share.end, newest, at.warp, at.lane);
+  const int first = share.begin + at.warp * kTile;
   // Not before the last tile is asked for: the next kernel's weights would go first.
-  if (p + (R::kStages - 1) * kStep >= end) dependency_release();
-  const bf16* query = static_cast<const bf16*>(a.q) + row * a.q_stride + (first_head + g) * D;
-  if constexpr (kFused) {  // meanwhile the tiles are on their way
-    const int64_t offset =
-        ((static_cast<int64_t>(slot) * a.kv_heads + kv_head) * a.capacity + position) * D;  // of the new position
-    bf16* const keys = const_cast<bf16*>(static_cast<const bf16*>(a.k));
-    bf16* const values = const_cast<bf16*>(static_cast<const bf16*>(a.v));
-    const bool writes = newest && in_group == 0;
-    raw.prepare(prepared, head_args, heads, writes ? keys + offset : nullptr, writes ? values + offset : nullptr);
-    __syncthreads();
-    query = prepared.q[g];
+  if (!ring.more(first)) dependency_release();
+  const bf16* query = static_cast<const bf16*>(a.q) + at.row * a.q_stride + (at.first_head + at.g) * D;
+  if constexpr (kFused) {
+    prepare<F>(a, head_args, at, share, raw, prepared);
+    query = prepared.q[at.g];
   }
   uint32_t q[D / 16][2];
 #pragma unroll
   for (int c = 0; c < D / 16; ++c)
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      q[c][i] = g < heads ? *reinterpret_cast<const uint32_t*>(query + 16 * c + 8 * i + 2 * j) : 0u;
-  const int parts = plan.parts(), clusters = (parts + kCluster - 1) / kCluster;
-  const int ranks = min(kCluster, parts - (part - rank));  // blocks with work in this cluster
-  const MergeSpace<D, kBytes> space{storage};
-  const auto finish = [&](int h, int d, const Triple& t) {
-    if (clusters > 1) {
-      const Partials partials(a, row, first_head + h, gridDim.x / kCluster);
-      *reinterpret_cast<float4*>(partials.outputs + static_cast<int64_t>(part / kCluster) * D + d) = t.o;
-      if (d == 0) partials.statistics[part / kCluster] = {t.m, t.l};
-    } else {
-      const float inverse = t.l == 0.0f ? 0.0f : __fdividef(1.0f, t.l);
-      *reinterpret_cast<uint2*>(out + h * D + d) = {pack2<bf16>(__fmul_rn(t.o.x, inverse), __fmul_rn(t.o.y, inverse)),
-                                                    pack2<bf16>(__fmul_rn(t.o.z, inverse), __fmul_rn(t.o.w, inverse))};
+      q[c][i] = at.g < at.heads ? *reinterpret_cast<const uint32_t*>(query + 16 * c + 8 * i + 2 * at.j) : 0u;
+
+  Accumulator<F> sum;
+  const auto insert = [&](int unit, int p, int which) {
+    if constexpr (kFused) {
+      if (newest && share.position >= p && share.position < p + kTile)
+        ring.insert(unit, share.position - p, &prepared.key_value[which][0]);
     }
   };
-  Accumulator<D, kBytes> sum;
-#pragma unroll 1
-  for (int stage = 0; p < end; p += kStep, stage = stage + 1 == R::kStages ? 0 : stage + 1) {
-    copy_async_wait<R::kStages - 2>();
-    __syncwarp();  // this tile has arrived for every lane, and every lane is done with the one before
-    const int far = p + (R::kStages - 1) * kStep;
-    if (far < end) {
-      ring.fetch(stage == 0 ? R::kStages - 1 : stage - 1, far);
-    } else {
-      dependency_release();
-    }
-    copy_async_commit();
-    if constexpr (kFused) {
-      if (newest && position >= p && position < p + kTile) ring.insert(stage, position - p, &prepared.key_value[0][0]);
-    }
-    float s[4];
-    sum.dots(s, ring, stage, q);
-    uint32_t p0, p1;
-    sum.template weigh<kOptions>(a, s, row, position, first_head, p, end, g, j, p0, p1);
-    sum.add(ring, stage, p0, p1);
-  }
+  const auto weigh = [&](float (&s)[4], int p, uint32_t& p0, uint32_t& p1) {
+    sum.template weigh<kOptions>(a, s, at.row, share.position, at.first_head, p, share.end, at.g, at.j, p0, p1);
+  };
+  attend(sum, ring, q, first, insert, weigh);
 
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-#pragma unroll
-    for (int offset = 4; offset < kWarp; offset *= 2)
-      sum.l[h] = __fadd_rn(sum.l[h], __shfl_xor_sync(kAllLanes, sum.l[h], offset));
-  }
-  __syncwarp();
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if (2 * j + h >= heads) continue;
-    if (g == 0) space.statistics(warp)[2 * j + h] = {sum.m[h], sum.l[h]};
-    float* const to = space.output(warp, 2 * j + h) + g;
-#pragma unroll
-    for (int c = 0; c < D / 16; ++c) {
-      to[16 * c] = sum.o[c][h];
-      to[16 * c + 8] = sum.o[c][2 + h];
-    }
-  }
+  const int parts = share.plan.parts(), partials_of_row = (parts + F::kCluster - 1) / F::kCluster;
+  const int ranks = min(F::kCluster, parts - (at.part - at.rank));  // blocks with work in this cluster
+  const MergeSpace<F> space{storage};
+  space.store(sum, at.warp, at.g, at.j, at.heads);
   if (ranks > 1) cluster_arrive();  // what was read from this warp's ring has been used
   __syncthreads();
-
+  const auto write = [&](int h, int d, const Triple& t) {
+    const float inverse = t.l == 0.0f ? 0.0f : __fdividef(1.0f, t.l);
+    *reinterpret_cast<uint2*>(out + h * D + d) = {pack2<bf16>(__fmul_rn(t.o.x, inverse), __fmul_rn(t.o.y, inverse)),
+                                                  pack2<bf16>(__fmul_rn(t.o.z, inverse), __fmul_rn(t.o.w, inverse))};
+  };
+  const auto finish = [&](int h, int d, const Triple& t) {
+    if (partials_of_row == 1) return write(h, d, t);
+    const Partials partials(a, at.row, at.first_head + h, gridDim.x / F::kCluster);
+    *reinterpret_cast<float4*>(partials.outputs + static_cast<int64_t>(at.part / F::kCluster) * D + d) = t.o;
+    if (d == 0) partials.statistics[at.part / F::kCluster] = {t.m, t.l};
+  };
   // Quads of the output, (head, d .. d + 3); a thread keeps its own throughout.
   Triple merged[kRounds];
 #pragma unroll
   for (int r = 0; r < kRounds; ++r) {
     const int i = threadIdx.x + r * R::kThreads, h = i / kQuads, d = i % kQuads * 4;
-    if (h >= heads) break;
-    merged[r] = merge<R::kWarps>(
-        R::kWarps, [&](int w) { return space.statistics(w)[h]; },
-        [&](int w) { return *reinterpret_cast<const float4*>(space.output(w, h) + d); });
+    if (h >= at.heads) break;
+    merged[r] = space.merged(h, d);
     if (ranks == 1) finish(h, d, merged[r]);
   }
   if (ranks > 1) {
-    if (rank == 0 && threadIdx.x == 0) cluster_expect(&received, ranks * heads * (D * 4 + 8));
+    if (at.rank == 0 && threadIdx.x == 0) cluster_expect(&received, ranks * at.heads * (D * 4 + 8));
     cluster_wait();
     const uint32_t barrier = cluster_address(&received, 0);
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
       const int i = threadIdx.x + r * R::kThreads, h = i / kQuads, d = i % kQuads * 4;
-      if (h >= heads) break;
-      cluster_store(cluster_address(space.part(rank, h) + d, 0), merged[r].o, barrier);
+      if (h >= at.heads) break;
+      cluster_store(cluster_address(space.part(at.rank, h) + d, 0), merged[r].o, barrier);
       if (d == 0)
-        cluster_store(cluster_address(space.part_statistics(rank) + h, 0), float2{merged[r].m, merged[r].l}, barrier);
+        cluster_store(cluster_address(space.part_statistics(at.rank) + h, 0), float2{merged[r].m, merged[r].l},
+                      barrier);
     }
-    if (rank != 0) return;
+    if (at.rank != 0) return;
     cluster_receive(&received);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < heads * kQuads; i += R::kThreads) {
+    for (int i = threadIdx.x; i < at.heads * kQuads; i += R::kThreads) {
       const int h = i / kQuads, d = i % kQuads * 4;
       finish(h, d,
-             merge<kClusterBlocks>(
+             merge<kGroup>(
                  ranks, [&](int r) { return space.part_statistics(r)[h]; },
                  [&](int r) { return *reinterpret_cast<const float4*>(space.part(r, h) + d); }));
     }
   }
-  if (clusters == 1 || !arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y), clusters)) return;
-  merge_splits<R::kThreads>(a, row, first_head, heads, clusters, gridDim.x / kCluster,
-                            reinterpret_cast<float*>(storage));
+  if (partials_of_row > 1 && arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y), partials_of_row))
+    merge_row<F>(a, at, parts, write);
 }
 
 // ---- launcher ----
@@ -291,20 +258,25 @@ using Kernel = void (*)(AttentionArgs, HeadArgs, int64_t, int, int);
 
 struct Choice {
   Kernel kernel;
-  int bytes;  // of shared memory
+  int threads;
+  int bytes;    // of shared memory
+  int cluster;  // blocks
 };
+
+template <class F, bool kOptions, bool kFused>
+Choice choice() {
+  return {attention_decode_kernel<F, kOptions, kFused>, F::kWarps * kWarp, F::kBytes, F::kHostCluster};
+}
 
 // The result is the same whatever is chosen.
 template <int D, bool kFused>
 Choice choose(const AttentionArgs& a) {
-  if constexpr (!kFused) {
-    if (has_options(a)) return {attention_decode_kernel<D, kBeside, true, false>, kBeside};
-  } else {
-    if (a.rows > 1) return {attention_decode_kernel<D, kManyBlocks, false, true>, kManyBlocks};
-  }
-  const bool room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= kLongRows + 4096;
-  if (a.capacity > kLongCapacity && room) return {attention_decode_kernel<D, kLongRows, false, kFused>, kLongRows};
-  return {attention_decode_kernel<D, kBeside, false, kFused>, kBeside};
+  if constexpr (!kFused)
+    if (has_options(a)) return choice<SmallForm<D>, true, false>();
+  const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
+  if (a.rows == 1 && a.capacity > kLongRow && room >= LongForm<D>::kBytes) return choice<LongForm<D>, false, kFused>();
+  if (a.rows == 1 && room >= RowForm<D>::kBytes) return choice<RowForm<D>, false, kFused>();
+  return choice<SmallForm<D>, false, kFused>();
 }
 
 template <int D, bool kFused>
@@ -312,30 +284,31 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   if (a.rows == 0) return;
   const auto what = [&] { return describe(kFused ? "rope_attention" : "attention", a); };
   const int groups = ceil_div(a.heads / a.kv_heads, kHeads), per_row = a.kv_heads * groups;
-  const auto [kernel, bytes] = choose<D, kFused>(a);
+  const Choice chosen = choose<D, kFused>(a);
   cudaFuncAttributes compiled{};
-  check(cudaFuncGetAttributes(&compiled, kernel), "attention: cudaFuncGetAttributes");
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+  check(cudaFuncGetAttributes(&compiled, chosen.kernel), "attention: cudaFuncGetAttributes");
+  check(cudaFuncSetAttribute(chosen.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, chosen.bytes),
         "attention: cudaFuncSetAttribute");
-  const int cluster = compiled.ptxVersion >= 90 ? kClusterBlocks : 1;
-  const int most_clusters = static_cast<int>(
-      std::bit_floor(static_cast<unsigned>(std::clamp(kBlocksPerRow / (cluster * per_row), 1, kMaxSplits))));
-  const int wanted = ceil_div(a.capacity, cluster * kPartPositions);
-  const int clusters = std::min(most_clusters, static_cast<int>(std::bit_ceil(static_cast<unsigned>(wanted))));
+  const int cluster = compiled.ptxVersion >= 90 ? chosen.cluster : 1;
+  const int most_groups = static_cast<int>(
+      std::bit_floor(static_cast<unsigned>(std::clamp(kBlocksPerRow / (kGroup * per_row), 1, kMaxSplits))));
+  const int wanted = ceil_div(a.capacity, kGroup * kPartPositions);
+  const int row_groups = std::min(a.capacity > kLongRow ? 2 * most_groups : most_groups,
+                                  static_cast<int>(std::bit_ceil(static_cast<unsigned>(wanted))));
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.blockDim = dim3(kWarpsOf<D> * kWarp);
-  config.dynamicSmemBytes = static_cast<size_t>(bytes);
+  config.blockDim = dim3(chosen.threads);
+  config.dynamicSmemBytes = static_cast<size_t>(chosen.bytes);
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = cluster > 1 ? attributes : attributes + 1;
   config.numAttrs = (cluster > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
   for_row_chunks(a, per_row, [&](int64_t first, int64_t rows) {
-    config.gridDim = dim3(cluster * clusters, per_row, static_cast<unsigned>(rows));
-    check(cudaLaunchKernelEx(&config, kernel, a, head_args, first, groups, most_clusters), what());
+    config.gridDim = dim3(kGroup * row_groups, per_row, static_cast<unsigned>(rows));
+    check(cudaLaunchKernelEx(&config, chosen.kernel, a, head_args, first, groups, most_groups), what());
   });
 }
 
@@ -347,7 +320,8 @@ bool on_tensor_cores(const AttentionArgs& a) {
 }  // namespace
 
 int64_t attention_workspace(int64_t rows, int heads, int head_dim, int64_t capacity) {
-  const auto splits = static_cast<int64_t>(std::bit_ceil(static_cast<unsigned>(max_splits(capacity))));
+  const auto splits =
+      static_cast<int64_t>(std::bit_ceil(static_cast<unsigned>(std::max(max_splits(capacity), kGroup))));
   return rows * heads * splits * (head_dim + 2) * static_cast<int64_t>(sizeof(float));
 }
 

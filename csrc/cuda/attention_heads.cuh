@@ -27,9 +27,8 @@ struct Prepared<0> {};
 
 // What a warp reads of the projection, d = lane + 32 i: its query heads (`warp`, `warp` + kWarps ...), the new key and
 // value, and the angles. All of it is under way at once, and keys are turned by every warp rather than after the heads.
-template <int D>
+template <int D, int kWarps>
 struct RawHeads {
-  static constexpr int kWarps{kWarpsOf<D>};
   static constexpr int kValues{D / kWarp};
   static constexpr int kRounds{kHeads / kWarps};
   bf16 q[kRounds][kValues], key[kValues], value[kValues];

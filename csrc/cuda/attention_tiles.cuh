@@ -12,21 +12,22 @@ constexpr int kTile{16};  // positions a warp takes at a time
 
 // ---- how a row's positions are divided: by its own interval and the numbers of heads, never by batch or capacity ----
 
-constexpr int kClusterBlocks{8};            // where the card has clusters; without them every block stands alone
+constexpr int kGroup{8};                    // parts that are merged first; where the card has clusters, one cluster
 constexpr int kLeastSpan{64};               // spans are multiples of it: a tile for each warp
-constexpr int kPartPositions{256};          // positions of a part from which on a second cluster is worth its merge
-constexpr int kBlocksPerRow{64};            // of a long row
+constexpr int kPartPositions{256};          // positions of a part from which on a second group is worth its merge
+constexpr int kBlocksPerRow{64};            // at most, of one row: half of a large card's multiprocessors
+constexpr int kLongRow{16384};              // longer rows have twice as many
 static_assert(kPartPositions >= kMinSpan);  // attention_workspace() counts splits of that size
 
-// Clusters are a power of two, so that finding one's place takes no division.
+// Groups are a power of two, so that finding one's place takes no division.
 struct Plan {
   int length;
   int span;  // positions a part
 
-  template <int kCluster>
-  __device__ __forceinline__ static Plan of(Interval range, int most_clusters) {
-    const int length = range.end - range.first, over = max(length - 1, 0) / (kCluster * kPartPositions);
-    const int parts = kCluster * min(most_clusters, 1 << (kWarp - __clz(over)));
+  // `most_groups`: of a row that is not long.
+  __device__ __forceinline__ static Plan of(Interval range, int most_groups) {
+    const int length = range.end - range.first, over = max(length - 1, 0) / (kGroup * kPartPositions);
+    const int parts = kGroup * min(length > kLongRow ? 2 * most_groups : most_groups, 1 << (kWarp - __clz(over)));
     const int even = (length + parts - 1) >> (31 - __clz(parts));
     return {length, (max(even, 1) + kLeastSpan - 1) / kLeastSpan * kLeastSpan};
   }
@@ -35,43 +36,62 @@ struct Plan {
 
 // ---- tiles ----
 
-template <int D>
-constexpr int kWarpsOf{D == 256 ? 2 : 4};
+// How a block is built; it changes the time, never the result. kClusterBlocks: 1, or the parts of a group where the
+// card has clusters. kPerMultiprocessor: blocks that shall fit.
+template <int kHeadDim, int kTileBytes, int kClusterBlocks, int kPerMultiprocessor>
+struct Form {
+  static constexpr int D{kHeadDim};
+  static constexpr int kWarps{D == 256 ? 2 : 4};
+  static constexpr int kBytes{kTileBytes};
+  static constexpr int kHostCluster{kClusterBlocks}, kCluster{kArchitecture >= 90 ? kClusterBlocks : 1};
+  static constexpr int kBlocks{kPerMultiprocessor};
+};
 
-// Bytes of a block's tiles; they change the time, never the result. Measured on the H200.
-constexpr int kManyBlocks{64 << 10};  // batches: three blocks a multiprocessor
-constexpr int kBeside{96 << 10};      // the next kernel's block (107 KB) fits beside; cards of 99 KB take it too
-constexpr int kLongRows{192 << 10};   // long rows, whose reads alone fill the device
-constexpr int kLongCapacity{16384};
+// Measured on the H200. Several rows: three blocks a multiprocessor.
+template <int D>
+using SmallForm = Form<D, D == 256 ? 96 << 10 : 64 << 10, kGroup, D == 256 ? 2 : 3>;
+// One row.
+template <int D>
+using RowForm = Form<D, 96 << 10, kGroup, 2>;
+// A row that may be long: no clusters, of which some multiprocessors take two while others stand empty, and no two
+// blocks on one.
+template <int D>
+using LongForm = Form<D, 128 << 10, 1, 1>;
 
 // A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
 // place is exclusive-ored with the row, so that neither copies nor ldmatrix meet bank conflicts, and a copy takes whole
 // 128-byte lines.
-template <int D, int kBytes>
+template <class F>
 struct Ring {
-  static constexpr int kWarps{kWarpsOf<D>};
+  static constexpr int D{F::D};
+  static constexpr int kWarps{F::kWarps};
   static constexpr int kThreads{kWarps * kWarp};
-  static constexpr int kWarpBytes{kBytes / kWarps};
+  static constexpr int kWarpBytes{F::kBytes / kWarps};
   static constexpr int kTileBytes{kTile * D * 2};
-  static constexpr int kStages{kWarpBytes / (2 * kTileBytes)};
+  static constexpr int kUnits{kWarpBytes / kTileBytes};  // a tile of keys or of values is a unit
+  static constexpr int kStages{kUnits / 2};
   static constexpr int kChunks{D / 8}, kRowsAtOnce{kWarp / kChunks}, kPitch{D * 2};
+  static constexpr int kStep{kWarps * kTile};      // from a warp's tile to its next
+  static constexpr bool kHalves{kUnits % 2 == 1};  // keys and values of a tile come one after the other
 
   // Shared addresses in stage 0 of this lane's first chunk of copies and of operands; others differ by a constant, as
   // exclusive or with the chunk (128-byte rows of chunks are aligned) or as sum.
   uint32_t copies, keys, values;
   const bf16* k;  // this lane's chunk of position 0
   const bf16* v;
-  int end;  // positions from here on read as zeros: an unwritten value may be NaN, and 0 * NaN would reach the sum
+  int end;      // of the part
+  int written;  // positions from here on read as zeros: an unwritten value may be NaN, and 0 * NaN would reach the sum
   int lane;
 
-  __device__ __forceinline__ Ring(uint32_t storage, const AttentionArgs& a, int slot, int kv_head, int end, int warp,
-                                  int lane)
-      : end(end), lane(lane) {
+  // `newest`: the last position is not in the cache yet.
+  __device__ __forceinline__ Ring(uint32_t storage, const AttentionArgs& a, int slot, int kv_head, int end, bool newest,
+                                  int warp, int lane)
+      : end(end), written(newest ? end - 1 : end), lane(lane) {
     const uint32_t base = storage + warp * kWarpBytes;
     const int first = lane / kChunks, chunk = lane % kChunks;
     copies = keep(base + first * kPitch + ((chunk ^ first) << 4));
     keys = keep(base + lane % 16 * kPitch + ((lane / 16 ^ lane % 8) << 4));
-    values = keep(base + kTileBytes + (lane / 16 * 8 + lane % 8) * kPitch + ((lane / 8 % 2 ^ lane % 8) << 4));
+    values = keep(base + (lane / 16 * 8 + lane % 8) * kPitch + ((lane / 8 % 2 ^ lane % 8) << 4));
     k = keep(static_cast<const bf16*>(cache_row(a.k, a, slot, kv_head)) + first * D + chunk * 8);
     v = keep(static_cast<const bf16*>(cache_row(a.v, a, slot, kv_head)) + first * D + chunk * 8);
   }
@@ -83,14 +103,14 @@ struct Ring {
     const uint32_t target = copies + stage * 2 * kTileBytes;
     const bf16* const from_k = k + static_cast<int64_t>(p) * D;
     const bf16* const from_v = v + static_cast<int64_t>(p) * D;
-    if (p + kTile <= end) {
+    if (p + kTile <= written) {
 #pragma unroll
       for (int i = 0; i < kTile; i += kRowsAtOnce) {
         copy_async_16((target ^ (i % 8) << 4) + i * kPitch, from_k + i * D);
         copy_async_16((target ^ (i % 8) << 4) + i * kPitch + kTileBytes, from_v + i * D);
       }
     } else {
-      const int left = end - p - lane / kChunks;  // rows from this lane's first on
+      const int left = written - p - lane / kChunks;  // rows from this lane's first on
 #pragma unroll
       for (int i = 0; i < kTile; i += kRowsAtOnce) {
         copy_or_zero((target ^ (i % 8) << 4) + i * kPitch, from_k + i * D, i < left);
@@ -98,45 +118,69 @@ struct Ring {
       }
     }
   }
-  // A key and the value behind it, (2, D), as row `row` of a tile.
-  __device__ __forceinline__ void insert(int stage, int row, const bf16* key_value) const {
-    const uint32_t tile = keys - (lane % 16 * kPitch + ((lane / 16 ^ lane % 8) << 4)) + 2 * stage * kTileBytes;
+  // Asks for what fits of the tiles from p on.
+  __device__ __forceinline__ void fill(int p) const {
+    if constexpr (kHalves) {
 #pragma unroll
-    for (int i = lane; i < 2 * kChunks; i += kWarp) {
-      const uint32_t chunk = (i % kChunks ^ row % 8) << 4;
-      store_shared_16(tile + i / kChunks * kTileBytes + row * kPitch + chunk,
-                      reinterpret_cast<const uint4*>(key_value)[i]);
+      for (int unit = 0; unit < kUnits; ++unit) {
+        if (p + unit / 2 * kStep < end) fetch_unit(unit, unit % 2 == 0 ? k : v, p + unit / 2 * kStep);
+        copy_async_commit();
+      }
+    } else {
+#pragma unroll 1
+      for (int stage = 0; stage < kStages - 1; ++stage, p += kStep) {
+        if (p < end) fetch(stage, p);
+        copy_async_commit();
+      }
     }
+  }
+  // Whether fill(p) leaves tiles to be asked for.
+  __device__ __forceinline__ bool more(int p) const { return p + (kHalves ? 1 : kStages - 1) * kStep < end; }
+  // One unit: the keys or the values at p.
+  __device__ __forceinline__ void fetch_unit(int unit, const bf16* cache, int p) const {
+    const uint32_t target = copies + unit * kTileBytes;
+    const bf16* const from = cache + static_cast<int64_t>(p) * D;
+    const int left = written - p - lane / kChunks;
+#pragma unroll
+    for (int i = 0; i < kTile; i += kRowsAtOnce)
+      copy_or_zero((target ^ (i % 8) << 4) + i * kPitch, from + i * D, i < left);
+  }
+  // A key or value, (D,), as row `row` of a unit.
+  __device__ __forceinline__ void insert(int unit, int row, const bf16* x) const {
+    const uint32_t tile = keys - (lane % 16 * kPitch + ((lane / 16 ^ lane % 8) << 4)) + unit * kTileBytes;
+    if (lane < kChunks)
+      store_shared_16(tile + row * kPitch + ((lane ^ row % 8) << 4), reinterpret_cast<const uint4*>(x)[lane]);
     __syncwarp();
   }
   // Operand A of 16 positions at d = 16 c .. + 15.
-  __device__ __forceinline__ void key(uint32_t (&r)[4], int stage, int c) const {
-    ldmatrix_x4(r, further(keys + stage * 2 * kTileBytes, c));
+  __device__ __forceinline__ void key(uint32_t (&r)[4], int unit, int c) const {
+    ldmatrix_x4(r, further(keys + unit * kTileBytes, c));
   }
   // Operand A of d = 16 c .. + 15 by 16 positions.
-  __device__ __forceinline__ void value(uint32_t (&r)[4], int stage, int c) const {
-    ldmatrix_x4_trans(r, further(values + stage * 2 * kTileBytes, c));
+  __device__ __forceinline__ void value(uint32_t (&r)[4], int unit, int c) const {
+    ldmatrix_x4_trans(r, further(values + unit * kTileBytes, c));
   }
 };
 
 // Online softmax of a warp's positions for heads 2j and 2j + 1 of the group (lane = 4 g + j); o[c] holds d = 16 c + g
 // of both heads and then d = 16 c + g + 8. Its arithmetic leaves nothing to the compiler's contraction, so that the
 // kernels with and without rotation have the same bits.
-template <int D, int kBytes>
+template <class F>
 struct Accumulator {
-  using R = Ring<D, kBytes>;
+  using R = Ring<F>;
+  static constexpr int D{F::D};
   float o[D / 16][4] = {};
   float m[2]{-INFINITY, -INFINITY};
   float l[2]{0.0f, 0.0f};  // over this lane's positions only, until the end
 
-  __device__ __forceinline__ static void dots(float (&s)[4], const R& ring, int stage, const uint32_t (&q)[D / 16][2]) {
+  __device__ __forceinline__ static void dots(float (&s)[4], const R& ring, int unit, const uint32_t (&q)[D / 16][2]) {
     float odd[4]{};  // a second chain of products halves the wait for results
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[i] = 0.0f;
 #pragma unroll
     for (int c = 0; c < D / 16; ++c) {
       uint32_t k[4];
-      ring.key(k, stage, c);
+      ring.key(k, unit, c);
       mma_16816(c % 2 == 0 ? s : odd, k[0], k[1], k[2], k[3], q[c][0], q[c][1]);
     }
 #pragma unroll
@@ -181,14 +225,68 @@ struct Accumulator {
     p1 = transpose_8x8(pack2<bf16>(s[2], s[3]));
   }
 
-  __device__ __forceinline__ void add(const R& ring, int stage, uint32_t p0, uint32_t p1) {
+  __device__ __forceinline__ void add(const R& ring, int unit, uint32_t p0, uint32_t p1) {
 #pragma unroll
     for (int c = 0; c < D / 16; ++c) {
       uint32_t v[4];
-      ring.value(v, stage, c);
+      ring.value(v, unit, c);
       mma_16816(o[c], v[0], v[1], v[2], v[3], p0, p1);
     }
   }
 };
+
+// A warp's tiles from p on, which fill() asked for. insert(unit, p, which) puts in a key (0) or value (1) that the
+// cache lacks; weigh(scores, p, p0, p1) is Accumulator::weigh.
+template <class F, class Insert, class Weigh>
+__device__ __forceinline__ void attend(Accumulator<F>& sum, const Ring<F>& ring, const uint32_t (&q)[F::D / 16][2],
+                                       int p, Insert insert, Weigh weigh) {
+  using R = Ring<F>;
+  float s[4];
+  uint32_t p0, p1;
+  if constexpr (R::kHalves) {
+    const auto next = [](int unit) { return unit + 1 == R::kUnits ? 0 : unit + 1; };
+#pragma unroll 1
+    for (int unit = 0; p < ring.end; p += R::kStep, unit = next(unit)) {
+      copy_async_wait<R::kUnits - 1>();
+      __syncwarp();  // these keys have arrived for every lane
+      insert(unit, p, 0);
+      sum.dots(s, ring, unit, q);
+      __syncwarp();  // every lane is done with them
+      if (ring.more(p)) {
+        ring.fetch_unit(unit, ring.v, p + R::kStep);
+      } else {
+        dependency_release();
+      }
+      copy_async_commit();
+      weigh(s, p, p0, p1);
+      unit = next(unit);
+      copy_async_wait<R::kUnits - 1>();
+      __syncwarp();
+      insert(unit, p, 1);
+      sum.add(ring, unit, p0, p1);
+      __syncwarp();
+      if (p + 2 * R::kStep < ring.end) ring.fetch_unit(unit, ring.k, p + 2 * R::kStep);
+      copy_async_commit();
+    }
+  } else {
+#pragma unroll 1
+    for (int stage = 0; p < ring.end; p += R::kStep, stage = stage + 1 == R::kStages ? 0 : stage + 1) {
+      copy_async_wait<R::kStages - 2>();
+      __syncwarp();  // this tile has arrived for every lane, and every lane is done with the one before
+      const int far = p + (R::kStages - 1) * R::kStep;
+      if (far < ring.end) {
+        ring.fetch(stage == 0 ? R::kStages - 1 : stage - 1, far);
+      } else {
+        dependency_release();
+      }
+      copy_async_commit();
+      insert(2 * stage, p, 0);
+      insert(2 * stage + 1, p, 1);
+      sum.dots(s, ring, 2 * stage, q);
+      weigh(s, p, p0, p1);
+      sum.add(ring, 2 * stage + 1, p0, p1);
+    }
+  }
+}
 
 }  // namespace nibblelm::cuda

@@ -109,10 +109,11 @@ HEADS += [(8, FP32), (64, FP32), (128, FP32), (256, FP32)]
 @pytest.mark.parametrize("option", ["plain", "mask"])
 @pytest.mark.parametrize(("d", "dtype"), HEADS)
 def test_small(d: int, dtype: torch.dtype, option: str) -> None:
-    """Each kernel, with and without options, few positions: decode of one split and of three, and prefill."""
-    for capacity in (19, 600):
-        c = make(2, 4, 2, d, capacity, dtype)
-        check(c, **options_of(option, 2, 4, capacity, 1))
+    """Each kernel, with and without options, few positions: decode of rows, one row, a long cache, and prefill."""
+    for m, capacity in ((2, 19), (2, 600), (1, 600), (1, 16400)):
+        c = make(m, 4, 2, d, capacity, dtype)
+        c["positions"].clamp_(max=599)
+        check(c, **options_of(option, m, 4, capacity, 1))
     c = make(33, 2, 1, d, 50, dtype)
     check(c, one_sequence=True, **options_of(option, 33, 2, 50, 1))
 
@@ -145,7 +146,7 @@ def test_groups_of_heads(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("capacity", [1, 3, 17, 63, 255, 256, 257, 4099, 33000])
 def test_lengths(capacity: int) -> None:
-    """The last takes splits of twice the usual span."""
+    """The last takes splits of twice the usual span, and is a long row."""
     check(make(1, 4, 1, 128, capacity, BF16))
     check(make(1, 4, 1, 72, capacity, FP32))
 

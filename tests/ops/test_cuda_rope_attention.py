@@ -111,10 +111,10 @@ def test_of_several_clusters() -> None:
     check_rope_attention(make_projection([2300, 9], 4, 1, 64, capacity=2400))
 
 
-@pytest.mark.parametrize("d", [64, 128])
-def test_of_a_long_cache(d: int) -> None:
-    """Where tiles wait in a longer ring: one row, and the same in a batch."""
-    c = make_projection([20000, 40, 17000], 8, 2, d, capacity=20000)
+@pytest.mark.parametrize(("d", "heads", "kv_heads"), [(64, 16, 8), (128, 8, 2)])
+def test_of_a_long_cache(d: int, heads: int, kv_heads: int) -> None:
+    """Rows of more than 16,384 positions and a short one: alone (without clusters), and the same in a batch."""
+    c = make_projection([20000, 40, 16385], heads, kv_heads, d, capacity=20000)
     whole = check_rope_attention(c)
     for m in range(3):
         row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}

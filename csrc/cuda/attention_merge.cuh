@@ -1,0 +1,103 @@
+// Of the decode attention on tensor cores: triples (maximum, sum, output) of warps, blocks and clusters become one.
+#pragma once
+
+#include "attention_tiles.cuh"
+#include "cluster.cuh"
+
+namespace nibblelm::cuda {
+
+// Four values of one head's output with the statistics of the positions they stand for.
+struct Triple {
+  float m;
+  float l;
+  float4 o;
+};
+
+// In order; at most kMost of them, whose reads overlap.
+template <int kMost, class Statistics, class Output>
+__device__ __forceinline__ Triple merge(int count, Statistics statistics, Output output) {
+  Triple t{-INFINITY, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+  float2 s[kMost];
+  float4 o[kMost];
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    s[i] = {-INFINITY, 0.0f};
+    if (i < count) s[i] = statistics(i), o[i] = output(i);
+    t.m = fmaxf(t.m, s[i].x);
+  }
+#pragma unroll
+  for (int i = 0; i < kMost; ++i) {
+    const float w = weight_of(s[i].x, t.m);
+    if (i >= count) continue;
+    t.l = __fmaf_rn(w, s[i].y, t.l);
+    t.o = {__fmaf_rn(w, o[i].x, t.o.x), __fmaf_rn(w, o[i].y, t.o.y), __fmaf_rn(w, o[i].z, t.o.z),
+           __fmaf_rn(w, o[i].w, t.o.w)};
+  }
+  return t;
+}
+
+// Where the ring was: behind each other in every warp's share, its output, then the parts of some of the cluster's
+// blocks (of the first block only). A share is done with by its own warp alone, so no barrier comes before.
+template <class F>
+struct MergeSpace {
+  static constexpr int D{F::D};
+  static constexpr int kPitch{D + 4};  // keeps the lanes' stores off each other's banks
+  static constexpr int kWarpBytes{Ring<F>::kWarpBytes};
+  static constexpr int kOutputBytes{kHeads * (kPitch * 4 + 8)};
+  static constexpr int kPartBytes{kHeads * (D * 4 + 8)};
+  static_assert(kOutputBytes + (F::kCluster == 1 ? 0 : kGroup / F::kWarps * kPartBytes) <= kWarpBytes &&
+                kGroup % F::kWarps == 0);
+  unsigned char* storage;
+
+  __device__ __forceinline__ float* output(int warp, int h) const {
+    return reinterpret_cast<float*>(storage + warp * kWarpBytes) + h * kPitch;
+  }
+  __device__ __forceinline__ float2* statistics(int warp) const {
+    return reinterpret_cast<float2*>(storage + warp * kWarpBytes + kHeads * kPitch * 4);
+  }
+  // Sums over lanes and stores.
+  __device__ __forceinline__ void store(Accumulator<F>& sum, int warp, int g, int j, int heads) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int offset = 4; offset < kWarp; offset *= 2)
+        sum.l[h] = __fadd_rn(sum.l[h], __shfl_xor_sync(kAllLanes, sum.l[h], offset));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (2 * j + h >= heads) continue;
+      if (g == 0) statistics(warp)[2 * j + h] = {sum.m[h], sum.l[h]};
+      float* const to = output(warp, 2 * j + h) + g;
+#pragma unroll
+      for (int c = 0; c < D / 16; ++c) {
+        to[16 * c] = sum.o[c][h];
+        to[16 * c + 8] = sum.o[c][2 + h];
+      }
+    }
+  }
+  __device__ __forceinline__ float* part(int rank, int h) const {
+    const int at = rank % F::kWarps * kWarpBytes + kOutputBytes + rank / F::kWarps * kPartBytes;
+    return reinterpret_cast<float*>(storage + at) + h * D;
+  }
+  __device__ __forceinline__ float2* part_statistics(int rank) const {
+    return reinterpret_cast<float2*>(part(rank, kHeads));
+  }
+  // Quad d .. d + 3 of head h over all warps.
+  __device__ __forceinline__ Triple merged(int h, int d) const {
+    return merge<F::kWarps>(
+        F::kWarps, [&](int w) { return statistics(w)[h]; },
+        [&](int w) { return *reinterpret_cast<const float4*>(output(w, h) + d); });
+  }
+};
+
+// What came before and what comes after.
+__device__ __forceinline__ Triple join(const Triple& a, const Triple& b) {
+  const float m = fmaxf(a.m, b.m), v = weight_of(a.m, m), w = weight_of(b.m, m);
+  return {m,
+          __fmaf_rn(w, b.l, __fmul_rn(v, a.l)),
+          {__fmaf_rn(w, b.o.x, __fmul_rn(v, a.o.x)), __fmaf_rn(w, b.o.y, __fmul_rn(v, a.o.y)),
+           __fmaf_rn(w, b.o.z, __fmul_rn(v, a.o.z)), __fmaf_rn(w, b.o.w, __fmul_rn(v, a.o.w))}};
+}
+
+}  // namespace nibblelm::cuda
