@@ -109,6 +109,29 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// By its address in shared memory: from a pointer, the block's base would be made anew in every round of a loop. Keeps
+// its place among barriers and waits.
+template <typename T>
+__device__ __forceinline__ T load_shared(uint32_t at) {
+  T out;
+  if constexpr (sizeof(T) == 16) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+                 : "r"(at));
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(out.x), "=r"(out.y) : "r"(at));
+  } else if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(out) : "r"(at));
+  } else if constexpr (sizeof(T) == 2) {
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(out) : "r"(at));
+  } else {
+    uint32_t byte;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(byte) : "r"(at));
+    out = static_cast<T>(byte);
+  }
+  return out;
+}
+
 __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }

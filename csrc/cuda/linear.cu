@@ -26,10 +26,10 @@ int compiled_architecture() {
   return architecture;
 }
 
-DecodePlan plan_here(const LinearWeight& w, DType x_dtype, int m, bool aligned, int least_record_slots = 0) {
-  const DecodePlan plan = plan_decode(w, x_dtype, m, aligned, device_attribute(cudaDevAttrMultiProcessorCount),
-                                      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024,
-                                      compiled_architecture(), least_record_slots);
+DecodePlan plan_here(const LinearWeight& w, DType x_dtype, int m, bool aligned) {
+  const DecodePlan plan =
+      plan_decode(w, x_dtype, m, aligned, device_attribute(cudaDevAttrMultiProcessorCount),
+                  device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024, compiled_architecture());
   if (plan.grid == 0) {
     throw std::invalid_argument(describe(w, x_dtype, m) + ": K is too long for the shared memory of this card");
   }
@@ -73,8 +73,6 @@ DecodeArgs decode_args(const LinearStep& step) {
     a.groups = w.groups();
     a.group_shift = w.group_size == 0 ? 0 : std::countr_zero(static_cast<unsigned>(w.group_size));
     a.record_bytes = w.record_bytes();
-    a.minimum_at = w.minimum_offset();
-    a.default_zero = w.default_zero();
     a.scale_dtype = w.scale_dtype;
     a.has_zero = w.has_zero;
     a.has_minimum = w.has_minimum;
@@ -129,7 +127,6 @@ class ChainLauncher {
 
   void flush() {
     if (chain_.count == 0) return;
-    share_records();
     const LinearWeight& w = steps_[0]->weight;
     const bool x_is_float = steps_[0]->args.x_dtype == DType::f32;
     std::string what = describe(w, steps_[0]->args.x_dtype, chain_.links[0].plan.m);
@@ -163,17 +160,6 @@ class ChainLauncher {
     const LinearStep& step = *steps_[0];
     return !alone(a) && !alone(first) && format == step.weight.format && args.x_dtype == step.args.x_dtype &&
            (a.group_shift > 0) == (first.group_shift > 0) && a.plan.record_slot == first.plan.record_slot;
-  }
-
-  // All links have room for as many records as the one that needs most.
-  void share_records() {
-    int slots = 0;
-    for (int i = 0; i < chain_.count; ++i) slots = std::max(slots, chain_.links[i].plan.record_slots);
-    for (int i = 0; i < chain_.count; ++i) {
-      DecodePlan& plan = chain_.links[i].plan;
-      if (plan.record_slots == slots) continue;
-      plan = plan_here(steps_[i]->weight, steps_[i]->args.x_dtype, plan.m, chain_.links[i].x_aligned, slots);
-    }
   }
 
   const Launch& launch_;

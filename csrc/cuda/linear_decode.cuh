@@ -50,10 +50,10 @@ __device__ __forceinline__ void carry_sum(float (&value)[N], float (&waiting)[3]
 }
 
 // The warp's place in its stream of stages, a ring ahead of what it computes; it goes on from link to link.
-template <WeightFormat F, bool Grouped, int C, bool Beside>
+template <WeightFormat F, bool Grouped, int C>
 struct Stream {
   using Fmt = Format<F>;
-  static constexpr int kStages{ring_bytes(F, Grouped, C, small_shared_memory(kArchitecture)) / Fmt::kStageBytes};
+  static constexpr int kStages{ring_bytes(F, C, small_shared_memory(kArchitecture)) / Fmt::kStageBytes};
   const DecodeChain& chain;
   int lane;
   int link{-1}, strips_left{0};
@@ -73,7 +73,7 @@ struct Stream {
       strips_left = w.strips(a);
       if (strips_left == 0) continue;
       stages_left = slice_stages = w.stages;
-      if constexpr (Beside) {
+      if constexpr (Grouped) {
         const int strip_records = a.groups * a.record_bytes;
         record = a.records + static_cast<int64_t>(w.first_strip) * strip_records + w.first_stage * a.plan.record_slot +
                  8 * lane;
@@ -112,7 +112,7 @@ struct Stream {
           for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, from + row_offset[i]);
         }
       }
-      if constexpr (Beside) {
+      if constexpr (Grouped) {
         const int slot = chain.links[0].plan.record_slot;
         if (8 * lane < slot) copy_async_8(record_to + 8 * lane, record);
         if (slot > 8 * kWarp) {
@@ -129,7 +129,7 @@ struct Stream {
           next_link();
         } else {
           stages_left = slice_stages;
-          if constexpr (Beside) record += record_jump;
+          if constexpr (Grouped) record += record_jump;
           if constexpr (Fmt::kInteger) {
             from += strip_jump;
           } else {
@@ -165,7 +165,7 @@ struct Reduction {
       const int t = i / 2 / Tiles::kColumns, j = i / 2 % Tiles::kColumns, h = i % 2, m = Tiles::column(t, j, lane);
       const float slice_scale = scales[slice * C + m];  // of columns beyond the rows of x: anything
       if constexpr (Grouped) {
-        value[i] = __fmul_rn(tile.sum[t][h][j], slice_scale * (1.0f / Tiles::kTimes));
+        value[i] = __fmul_rn(tile.sum[t][h][j], slice_scale);
       } else if constexpr (Format<F>::kInteger) {
         int raws[D], digits[D];
 #pragma unroll
@@ -342,10 +342,10 @@ struct ImageCopy {
 
 // ---- kernel --------------------------------------------------------------------------------------------------
 
-// Where a warp's rings are in shared memory, and the stages and fours of groups it takes next.
+// Where a warp's rings are in shared memory, and the stage it takes next.
 struct RingAt {
-  int data, records;
-  int slot{0}, four{0};
+  uint32_t data, records;  // shared addresses
+  int slot{0};
 };
 
 // What a warp needs of a link beside its image, made before it waits for the link's x.
@@ -358,8 +358,10 @@ struct LinkAt {
   const WarpPart w;
   uint8_t* const shared;
   int part;
-  int group_mask, first_sum;  // digit sums of the slice's groups
-  int red, strip_words;       // sums of this strip of the block
+  RecordForm<F> form;
+  int group_mask;
+  uint32_t sums;         // of digits in the slice's groups, a shared address
+  int red, strip_words;  // sums of this strip of the block
   // For every strip in flight, `full` counts the warps whose sums have arrived, `empty` those that have added them:
   // with one row of x a warp adds a whole strip, in turn, else every warp adds some rows of x.
   uint32_t full, empty;
@@ -370,9 +372,14 @@ struct LinkAt {
       : a(args), w(WarpPart::of<F, C>(args)), shared(shared_memory) {
     const DecodePlan& p = a.plan;
     part = blockIdx.x & (p.parts() - 1);
-    group_mask = keep((1 << a.group_shift >> 5) - 1);
+    form = RecordForm<F>(a);
+    group_mask = (1 << a.group_shift >> 5) - 1;
+    if (C == 1 && D == 2 && group_mask == 3 && !form.wide() && !form.has_minimum()) group_mask = GroupAt<F>::kSimple;
+    group_mask = keep(group_mask);
     const int first_group = (w.begin - step_at(0)) * kStepK >> a.group_shift;  // in the image
-    first_sum = keep(Grouped ? first_group * kGroupWords<D> * C : 0);
+    if constexpr (Grouped) {
+      sums = keep(shared_address(shared + p.image_at + p.sums_at) + first_group * kGroupWords<D> * C * 4);
+    }
     strip_words = keep(p.m * p.strip_warps() * kStripRows * Reduce::kWords);
     red = keep(p.red_at + w.sub * p.depth * strip_words * 4);
     full = keep(shared_address(shared + p.barriers_at) + (link * kLinkBarriers + w.sub * 2 * p.depth) * 8);
@@ -390,14 +397,14 @@ struct LinkAt {
   __device__ __forceinline__ PlaneAt<Tiles::kTiles> planes_of(int slice) const {
     const DecodePlan& p = a.plan;
     const int lane = threadIdx.x % kWarp;
-    PlaneAt<Tiles::kTiles> at{shared, {}};
+    PlaneAt<Tiles::kTiles> at;
 #pragma unroll
     for (int t = 0; t < Tiles::kTiles; ++t) {
       const int row = min(Tiles::kDigits ? t * 4 + lane / 8 : t * 8 + lane / 4, p.m - 1);
       const int lane_bytes = Tiles::kDigits           ? lane % 4 * 32 + lane / 4 % 2 * 16
                              : F == WeightFormat::f32 ? lane % 4 / 2 * kChunk + lane % 2 * 8
                                                       : lane % 4 * kChunk;
-      at.row[t] = keep(p.image_at + p.planes_at + lane_bytes +
+      at.row[t] = keep(shared_address(shared) + p.image_at + p.planes_at + lane_bytes +
                        p.planes_of(slice, row, step_at(slice) - step_at(0), step_at(slice + 1) - step_at(0)));
     }
     return at;
@@ -407,7 +414,9 @@ struct LinkAt {
     const int row = threadIdx.x % kStripRows, n = strip * kStripRows + row;
     RowBits<F> out{};
     if (strip >= a.strips) return out;
-    if constexpr (Reduce::kRaw) out = RowBits<F>::read(a, strip, row);
+    if constexpr (Reduce::kRaw) {
+      out = RowBits<F>::read(form, a.records + static_cast<int64_t>(strip) * a.record_bytes, row);
+    }
     if (a.bias != nullptr && n < a.n) out.bias = a.bias[n];
     return out;
   }
@@ -415,13 +424,13 @@ struct LinkAt {
 
 // The strips of one link, its image being in shared memory. refill(slot) asks for the next stage of the stream.
 template <WeightFormat F, bool Grouped, int D, int C, class Refill>
-__device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingAt& ring, LaneRecords<F, C>& records,
-                                             const ImageCopy& copy, Refill refill) {
+__device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingAt& ring, const ImageCopy& copy,
+                                             Refill refill) {
   using Fmt = Format<F>;
   using Tiles = Tile<F, Grouped, D, C>;
   using Reduce = Reduction<F, Grouped, D, C>;
-  constexpr bool kBeside{Grouped && !Tiles::kFours}, kCopied{ImageCopy::kBulk && C > 1};
-  constexpr int kStages{Stream<F, Grouped, C, kBeside>::kStages};
+  constexpr bool kCopied{ImageCopy::kBulk && C > 1};
+  constexpr int kStages{Stream<F, Grouped, C>::kStages};
   const DecodeArgs& a = at.a;
   const DecodePlan& p = a.plan;
   const WarpPart& w = at.w;
@@ -437,35 +446,33 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingA
     const bool finishes = C == 1 ? (turn & (p.strip_warps() - 1)) == me : 2 * me < p.m;
     RowTerms rows[2]{};
     if constexpr (Fmt::kInteger && !Grouped && C > 1) {
-      read_record<F>(a, a.records + static_cast<int64_t>(strip) * a.record_bytes, lane / 4, rows);
+      const uint8_t* const record = a.records + static_cast<int64_t>(strip) * a.record_bytes;
+      read_record<F>(at.form, lane / 4, rows,
+                     [&]<class T>(int from) { return *reinterpret_cast<const T*>(record + from); });
     }
     int* const red = reinterpret_cast<int*>(shared + at.red) + in_flight * at.strip_words;
     const Reduce reduce{a, sums, scales, red, at.part, strip, lane};
-    GroupAt group{nullptr, sums + at.first_sum};
+    GroupAt<F> group{at.form, at.group_mask, at.sums, 0};
     const auto multiply_slice = [&](Tiles& tile, PlaneAt<Tiles::kTiles> here, int stages, int k) {
 #pragma unroll 1
       for (int stage = 0; stage < stages; ++stage) {
         copy_async_wait<kStages - 1>();
-        if constexpr (kBeside || !Fmt::kInteger) __syncwarp();  // other lanes copied part of what this one reads
-        if constexpr (kBeside) group.record = shared + ring.records + ring.slot * p.record_slot;
-        multiply_stage<F, Grouped, D, C>(a, tile, shared + ring.data + ring.slot * Fmt::kStageBytes, here, group,
-                                         at.group_mask, k + stage * Fmt::kStageK, lane);
+        if constexpr (Grouped || !Fmt::kInteger) __syncwarp();  // other lanes copied part of what this one reads
+        group.record = ring.records + ring.slot * p.record_slot;
+        const uint32_t data = ring.data + ring.slot * Fmt::kStageBytes;
+        const int stage_k = k + stage * Fmt::kStageK;
+        if constexpr (Grouped && C == 1 && D == 2) {
+          at.group_mask == GroupAt<F>::kSimple
+              ? multiply_stage<F, Grouped, D, C, true>(a, tile, data, here, group, stage_k, lane)
+              : multiply_stage<F, Grouped, D, C, false>(a, tile, data, here, group, stage_k, lane);
+        } else {
+          multiply_stage<F, Grouped, D, C, false>(a, tile, data, here, group, stage_k, lane);
+        }
 #pragma unroll
         for (int t = 0; t < Tiles::kTiles; ++t) here.row[t] += Fmt::kStageK / 8 * at.kChunk;
-        if constexpr (kBeside || !Fmt::kInteger) __syncwarp();  // all have read the slot
-        const bool full_four = Tiles::kFours && (stage == stages - 1 || tile.groups == 4);
-        RowTerms terms[2]{};
-        if (full_four) {
-          const int from = ring.records + ring.four * p.record_slot;
-          records.read(a, shared + from, terms);
-          records.copy(shared_address(shared) + from);
-          ring.four = ring.four == p.record_slots - 1 ? 0 : ring.four + 1;
-        }
+        if constexpr (Grouped || !Fmt::kInteger) __syncwarp();  // all have read the slot
         refill(ring.slot);
         ring.slot = ring.slot == kStages - 1 ? 0 : ring.slot + 1;
-        if constexpr (Tiles::kFours) {
-          if (full_four) tile.add_groups(a, terms, group.sums, lane), group.sums += 4;
-        }
       }
     };
     if constexpr (C == 1) {
@@ -501,7 +508,7 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingA
     if (finishes) {
       const int row = lane % kStripRows;
       if constexpr (C == 1) {
-        const RowTerms terms = Reduce::kRaw ? at.bits.terms(a, row) : RowTerms{};
+        const RowTerms terms = Reduce::kRaw ? at.bits.terms(at.form, row) : RowTerms{};
         const float bias = at.bits.bias;
         at.bits = at.read_bits(strip + p.strip_warps() * w.strip_step);
         barrier_wait(at.full + in_flight * 8, lap & 1);
@@ -532,29 +539,21 @@ template <WeightFormat F, bool Grouped, int D, int C>
 __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     linear_decode_kernel(const __grid_constant__ DecodeChain chain) {
   using Fmt = Format<F>;
-  constexpr bool kFours{Tile<F, Grouped, D, C>::kFours}, kCopied{ImageCopy::kBulk && C > 1};
-  using Ring = Stream<F, Grouped, C, Grouped && !kFours>;  // with records beside the stages
+  constexpr bool kCopied{ImageCopy::kBulk && C > 1};
+  using Ring = Stream<F, Grouped, C>;
   extern __shared__ __align__(16) uint8_t shared[];
   const DecodePlan& places = chain.links[0].plan;  // of rings and records
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   // In a stage of a full format, odd rows swap their halves: the 8 lanes that read two rows together meet all banks.
   const int lane_at = Fmt::kInteger ? lane * 16 : lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
-  RingAt ring{keep(warp * Ring::kStages * Fmt::kStageBytes + (Fmt::kInteger ? lane_at : 0)),
-              keep(places.records_at + warp * places.record_slots * places.record_slot)};
+  RingAt ring{keep(shared_address(shared) + warp * Ring::kStages * Fmt::kStageBytes + (Fmt::kInteger ? lane_at : 0)),
+              keep(shared_address(shared) + places.records_at + warp * Ring::kStages * places.record_slot)};
   Ring stream{chain, lane};
   const auto refill = [&](int slot) {
-    stream.issue(shared_address(shared) + ring.data + (Fmt::kInteger ? 0 : lane_at) + slot * Fmt::kStageBytes,
-                 shared_address(shared) + ring.records + slot * places.record_slot);
+    stream.issue(ring.data + (Fmt::kInteger ? 0 : lane_at) + slot * Fmt::kStageBytes,
+                 ring.records + slot * places.record_slot);
   };
   if constexpr (Grouped) ask_for_records(chain.links[0]);
-  LaneRecords<F, C> records{chain, lane};
-  if constexpr (kFours) {
-    records.next_link();
-#pragma unroll 1
-    for (int i = 0; i < places.record_slots; ++i) {
-      records.copy(shared_address(shared) + ring.records + i * places.record_slot);
-    }
-  }
   stream.next_link();
 #pragma unroll 1
   for (int i = 0; i < Ring::kStages; ++i) refill(i);  // weights: the step does not change them
@@ -599,7 +598,7 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     __syncthreads();
     if constexpr (kCopied) barrier_wait(copy.barriers + p.block_slices() * 8, 0);
     if (Grouped && link + 1 < links) ask_for_records(chain.links[link + 1]);
-    compute_link<F, Grouped, D, C>(at, ring, records, copy, refill);
+    compute_link<F, Grouped, D, C>(at, ring, copy, refill);
     if (link + 1 < links) grid.arrive();
   }
 }

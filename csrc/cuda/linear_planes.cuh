@@ -42,7 +42,7 @@ struct DecodeArgs {
   int strips, steps;
   int stages;               // of one strip
   int groups, group_shift;  // integer formats: groups of a row; log2 of the group size, or 0 for per-row
-  int record_bytes, minimum_at, default_zero;
+  int record_bytes;
   DType scale_dtype, y_dtype;
   bool has_zero, has_minimum, x_aligned;
   const float* gain;  // null: no norm

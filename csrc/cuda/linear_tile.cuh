@@ -66,26 +66,62 @@ __device__ __forceinline__ void unpack_pair(uint32_t pair, bool brain, float& lo
   high = brain ? __uint_as_float(pair & 0xffff0000u) : __half2float(__ushort_as_half(pair >> 16));
 }
 
-// Of rows r and r + 8 of a record.
+// What the records of a weight hold, in one register.
 template <WeightFormat F>
-__device__ __forceinline__ void read_record(const DecodeArgs& a, const uint8_t* record, int r, RowTerms (&rows)[2]) {
-  const auto read_pair = [&](const uint8_t* at, float& low, float& high) {
-    if (a.scale_dtype == DType::f32) {
-      const float2 pair = reinterpret_cast<const float2*>(at)[r];
-      low = pair.x, high = pair.y;
+struct RecordForm {
+  int bits{0};
+
+  RecordForm() = default;
+  __device__ __forceinline__ explicit RecordForm(const DecodeArgs& a)
+      : bits(keep(static_cast<int>(a.scale_dtype) | (a.has_zero ? 4 : 0) | (a.has_minimum ? 8 : 0))) {}
+  __device__ __forceinline__ bool wide() const { return (bits & 3) == static_cast<int>(DType::f32); }
+  __device__ __forceinline__ bool brain() const { return (bits & 3) == static_cast<int>(DType::bf16); }
+  __device__ __forceinline__ bool has_zero() const { return (bits & 4) != 0; }
+  __device__ __forceinline__ bool has_minimum() const { return (bits & 8) != 0; }
+  __device__ __forceinline__ int default_zero() const { return has_minimum() ? 0 : F == WeightFormat::int4 ? 8 : 128; }
+  __device__ __forceinline__ int zeros_at() const { return kStripRows * (wide() ? 4 : 2); }
+  __device__ __forceinline__ int minimum_at() const {
+    return zeros_at() + (has_zero() ? F == WeightFormat::int4 ? 8 : 16 : 0);
+  }
+};
+
+// Where the groups of the warp's slice are: the record of the next one, in the ring, and its digit sums.
+template <WeightFormat F>
+struct GroupAt {
+  static constexpr int kSimple{7};  // groups of 128, scales of 16 bits, no minimum
+  RecordForm<F> form;
+  int mask;               // 0, 1 or 3 for groups of 32, 64 or 128; or kSimple
+  uint32_t sums, record;  // shared addresses
+};
+
+template <WeightFormat F>
+using ZeroPair = std::conditional_t<F == WeightFormat::int4, uint8_t, uint16_t>;
+
+// The zero-points of rows r and r + 8.
+template <WeightFormat F>
+__device__ __forceinline__ int zero_of(int pair, int half) {
+  constexpr int kBits{F == WeightFormat::int4 ? 4 : 8};
+  return pair >> half * kBits & ((1 << kBits) - 1);
+}
+
+// Of rows r and r + 8 of a record. load<T>(offset): from the record.
+template <WeightFormat F, class Load>
+__device__ __forceinline__ void read_record(RecordForm<F> form, int r, RowTerms (&rows)[2], Load load) {
+  const auto read_pair = [&](int at, float& low, float& high) {
+    if (form.wide()) {
+      const uint2 pair = load.template operator()<uint2>(at + 8 * r);
+      low = __uint_as_float(pair.x), high = __uint_as_float(pair.y);
     } else {
-      unpack_pair(reinterpret_cast<const uint32_t*>(at)[r], a.scale_dtype == DType::bf16, low, high);
+      unpack_pair(load.template operator()<uint32_t>(at + 4 * r), form.brain(), low, high);
     }
   };
-  read_pair(record, rows[0].scale, rows[1].scale);
+  read_pair(0, rows[0].scale, rows[1].scale);
   rows[0].minimum = rows[1].minimum = 0.0f;
-  if (a.has_minimum) read_pair(record + a.minimum_at, rows[0].minimum, rows[1].minimum);
-  rows[0].zero = rows[1].zero = a.default_zero;
-  if (a.has_zero) {
-    const uint8_t* const zeros = record + (a.scale_dtype == DType::f32 ? 64 : 32);
-    const int both = F == WeightFormat::int4 ? zeros[r] : reinterpret_cast<const uint16_t*>(zeros)[r];
-    rows[0].zero = both & (F == WeightFormat::int4 ? 15 : 255);
-    rows[1].zero = both >> (F == WeightFormat::int4 ? 4 : 8);
+  if (form.has_minimum()) read_pair(form.minimum_at(), rows[0].minimum, rows[1].minimum);
+  rows[0].zero = rows[1].zero = form.default_zero();
+  if (form.has_zero()) {
+    const int pair = load.template operator()<ZeroPair<F>>(form.zeros_at() + r * static_cast<int>(sizeof(ZeroPair<F>)));
+    rows[0].zero = zero_of<F>(pair, 0), rows[1].zero = zero_of<F>(pair, 1);
   }
 }
 
@@ -95,31 +131,27 @@ struct RowBits {
   uint32_t scale, minimum{0}, zeros{0};
   float bias{0.0f};
 
-  // Of row `row` of a strip, row n of the weight.
-  __device__ __forceinline__ static RowBits read(const DecodeArgs& a, int strip, int row) {
+  // Of row `row` of a strip whose record this is.
+  __device__ __forceinline__ static RowBits read(RecordForm<F> form, const uint8_t* record, int row) {
     RowBits out;
-    const uint8_t* const record = a.records + static_cast<int64_t>(strip) * a.record_bytes;
     const int at = 2 * (row % 8) + row / 8;
     const auto word = [&](const uint8_t* from) -> uint32_t {
-      return a.scale_dtype == DType::f32 ? reinterpret_cast<const uint32_t*>(from)[at]
-                                         : reinterpret_cast<const uint16_t*>(from)[at];
+      return form.wide() ? reinterpret_cast<const uint32_t*>(from)[at] : reinterpret_cast<const uint16_t*>(from)[at];
     };
     out.scale = word(record);
-    if (a.has_minimum) out.minimum = word(record + a.minimum_at);
-    if (a.has_zero) {
-      out.zeros = record[(a.scale_dtype == DType::f32 ? 64 : 32) + (F == WeightFormat::int4 ? row % 8 : at)];
-    }
+    if (form.has_minimum()) out.minimum = word(record + form.minimum_at());
+    if (form.has_zero()) out.zeros = record[form.zeros_at() + (F == WeightFormat::int4 ? row % 8 : at)];
     return out;
   }
 
-  __device__ __forceinline__ RowTerms terms(const DecodeArgs& a, int row) const {
+  __device__ __forceinline__ RowTerms terms(RecordForm<F> form, int row) const {
     const auto value = [&](uint32_t bits) {
-      return a.scale_dtype == DType::f32    ? __uint_as_float(bits)
-             : a.scale_dtype == DType::bf16 ? __uint_as_float(bits << 16)
-                                            : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+      return form.wide()    ? __uint_as_float(bits)
+             : form.brain() ? __uint_as_float(bits << 16)
+                            : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
     };
     const int zero = F == WeightFormat::int4 ? zeros >> row / 8 * 4 & 15 : zeros;
-    return {value(scale), value(minimum), a.has_zero ? zero : a.default_zero};
+    return {value(scale), value(minimum), form.has_zero() ? zero : form.default_zero()};
   }
 };
 
@@ -148,16 +180,11 @@ struct Tile {
   static constexpr int kTiles{kDigits ? (C + 3) / 4 : (C + 7) / 8};  // of 8 columns
   static constexpr int kPlanes{kDigits ? 1 : D};                     // tensor-core products of a tile
   static constexpr int kColumns{kDigits || C == 1 ? 1 : 2};          // rows of x of a thread in a tile
-  // With one row of x all four lanes of a quad have its sums: each scales one of four groups.
-  static constexpr bool kFours{Grouped && kDigits && C == 1};
-  // int4: low nibbles, and high ones times 16, which saves their shift: not where every group takes its own sums, nor
-  // where the registers are better spent on planes read ahead.
-  static constexpr int kSets{F == WeightFormat::int4 && (!Grouped || kFours) && C <= 4 ? 2 : 1};
-  static constexpr int kTimes{kFours && kSets == 2 ? 16 : 1};  // what `sum` is too large by
+  // int4: low nibbles, and high ones times 16, which saves their shift: not where the registers are better spent on
+  // planes read ahead.
+  static constexpr int kSets{F == WeightFormat::int4 && (Grouped ? C == 1 : C <= 4) ? 2 : 1};
   typename Format<F>::Accumulator acc[kSets][kTiles][kPlanes][4]{};
   float sum[Grouped ? kTiles : 1][2][kColumns]{};  // [tile][row half][column]
-  int groups{0}, before[2]{},
-      value[2]{};  // of kFours: groups since the last addition, the sums of all and of this lane's
 
   // The sum of plane d in row half h and this lane's column j of tile t.
   __device__ __forceinline__ auto raw(int t, int d, int h, int j) const {
@@ -174,155 +201,49 @@ struct Tile {
     return C == 1 ? 0 : kDigits ? t * 4 + lane % 4 : t * 8 + lane % 4 * 2 + j;
   }
 
-  // Adds the scaled sums of a group, whose digit sums are `sums`, and clears the raw ones.
-  __device__ __forceinline__ void end_group(const DecodeArgs& a, const uint8_t* record, const int* sums, int lane) {
-    if constexpr (kFours) {
-      hold_group(lane);
-      return;
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kSets * kTiles * kPlanes; ++i) {
+      auto& c = acc[i / (kTiles * kPlanes)][i / kPlanes % kTiles][i % kPlanes];
+      c[0] = c[1] = c[2] = c[3] = 0;
     }
+  }
+
+  // Adds the scaled sums of a group and clears the raw ones.
+  __device__ __forceinline__ void end_group(const GroupAt<F>& group, int lane) {
     RowTerms rows[2];
-    read_record<F>(a, record, lane / 4, rows);
+    read_record<F>(group.form, lane / 4, rows, [&]<class T>(int at) { return load_shared<T>(group.record + at); });
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
         const int m = column(t, j, lane);
+        int digits[D];
+#pragma unroll
+        for (int d = 0; d < kGroupWords<D>; ++d) digits[d] = load_shared<int>(group.sums + (d * C + m) * 4);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           if constexpr (D == 2) {
-            const int both = raw(t, 0, h, j) * 256 + raw(t, 1, h, j) - rows[h].zero * sums[m];
-            sum[t][h][j] = fmaf(rows[h].scale, static_cast<float>(both), sum[t][h][j]);
-            if (a.has_minimum) sum[t][h][j] = fmaf(rows[h].minimum, static_cast<float>(sums[m]), sum[t][h][j]);
+            add_whole(t, h, j, rows[h].scale, rows[h].zero, digits[0]);
+            if (group.form.has_minimum()) {
+              sum[t][h][j] = fmaf(rows[h].minimum, static_cast<float>(digits[0]), sum[t][h][j]);
+            }
           } else {
-            int raws[D], digits[D];
+            int raws[D];
 #pragma unroll
-            for (int d = 0; d < D; ++d) raws[d] = raw(t, d, h, j), digits[d] = sums[d * C + m];
-            sum[t][h][j] += scale_sums<D>(raws, digits, rows[h], 1.0f, a.has_minimum);
+            for (int d = 0; d < D; ++d) raws[d] = raw(t, d, h, j);
+            sum[t][h][j] += scale_sums<D>(raws, digits, rows[h], 1.0f, group.form.has_minimum());
           }
         }
       }
-#pragma unroll
-      for (int d = 0; d < kPlanes; ++d) acc[0][t][d][0] = acc[0][t][d][1] = acc[0][t][d][2] = acc[0][t][d][3] = 0;
     }
+    clear();
   }
 
-  // The group's sums are what the raw ones grew by: modulo 2^32 those may overflow. Lane `groups` of the quad keeps
-  // them.
-  __device__ __forceinline__ void hold_group(int lane) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      uint32_t digits[2];
-#pragma unroll
-      for (int d = 0; d < 2; ++d) {
-        digits[d] = static_cast<uint32_t>(acc[0][0][0][2 * h + d]);
-        if constexpr (kSets == 2) digits[d] = digits[d] * 16u + static_cast<uint32_t>(acc[1][0][0][2 * h + d]);
-      }
-      const uint32_t all = digits[0] * 256u + digits[1];
-      if (lane % 4 == groups) value[h] = static_cast<int>(all - static_cast<uint32_t>(before[h]));
-      before[h] = static_cast<int>(all);
-    }
-    ++groups;
-  }
-
-  // Adds up to four groups in their order; `rows` are the terms of this lane's, `sums` the digit sums of the first.
-  __device__ __forceinline__ void add_groups(const DecodeArgs& a, const RowTerms (&rows)[2], const int* sums,
-                                             int lane) {
-    const bool held = lane % 4 < groups;  // else the terms are of another group, or none
-    const int digit_sum = held ? sums[lane % 4] : 0;
-    const float digits = static_cast<float>(digit_sum) * kTimes;
-    float product[2], scale[2], minimum[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      product[h] = held ? static_cast<float>(value[h] - rows[h].zero * (digit_sum * kTimes)) : 0.0f;
-      scale[h] = held ? rows[h].scale : 0.0f, minimum[h] = held ? rows[h].minimum : 0.0f;
-    }
-    const auto add = [&]<bool Minimum>() {
-#pragma unroll
-      for (int of = 0; of < 4; ++of) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float next = fmaf(scale[h], product[h], sum[0][h][0]);
-          if constexpr (Minimum) next = fmaf(minimum[h], digits, next);
-          sum[0][h][0] = __shfl_sync(kAllLanes, next, of, 4);
-        }
-      }
-    };
-    a.has_minimum ? add.template operator()<true>() : add.template operator()<false>();
-    groups = 0;
-  }
-};
-
-// With one row of x, what this lane needs of its group's record of every four, copied to shared memory (a load into
-// registers would be waited for with the next load of any kind). A slot is [word][lane]: scales, minimums, zero-points.
-template <WeightFormat F, int C>
-struct LaneRecords {
-  const DecodeChain& chain;
-  int lane;
-  int link{-1}, strips_left{0};  // of what is to be copied next
-  int left, slice_groups;        // groups of the slice, from the next four on
-  const uint8_t* from;           // the record of this lane
-  int64_t strip_jump;
-
-  // To the next link that has work for this warp.
-  __device__ __forceinline__ void next_link() {
-    while (++link < chain.count) {
-      const DecodeArgs& a = chain.links[link];
-      const WarpPart w = WarpPart::of<F, C>(a);
-      strips_left = w.strips(a);
-      if (strips_left == 0) continue;
-      left = slice_groups = w.stages * kStepK >> a.group_shift;
-      const int first = (w.begin * kStepK >> a.group_shift) + lane % 4;
-      from = a.records + (static_cast<int64_t>(w.first_strip) * a.groups + first) * a.record_bytes;
-      strip_jump = (w.strip_step * a.groups - (slice_groups + 3) / 4 * 4) * a.record_bytes;
-      return;
-    }
-  }
-
-  // Copies into the slot at `to` (a shared address) and goes on.
-  __device__ __forceinline__ void copy(uint32_t to) {
-    if (strips_left == 0) return;
-    const DecodeArgs& a = chain.links[link];
-    if (lane % 4 < left) {
-      const int r = lane / 4, pair = a.scale_dtype == DType::f32 ? 8 : 4;
-      to += lane * 4;
-      const auto copy_pair = [&](const uint8_t* pairs) {
-        copy_async_4(to, pairs + r * pair);
-        if (pair == 8) copy_async_4(to + 128, pairs + r * 8 + 4);
-        to += pair * 32;
-      };
-      copy_pair(from);
-      if (a.has_minimum) copy_pair(from + a.minimum_at);
-      if (a.has_zero) copy_async_4(to, from + pair * 8 + (F == WeightFormat::int4 ? r / 4 * 4 : r / 2 * 4));
-    }
-    from += 4 * a.record_bytes, left -= 4;
-    if (left <= 0) {  // back to the slice's start, in the next strip
-      left = slice_groups, from += strip_jump;
-      if (--strips_left == 0) next_link();
-    }
-  }
-
-  // What a slot says of rows r and r + 8.
-  __device__ __forceinline__ void read(const DecodeArgs& a, const uint8_t* slot, RowTerms (&rows)[2]) const {
-    const int r = lane / 4;
-    const uint32_t* word = reinterpret_cast<const uint32_t*>(slot) + lane;
-    const auto read_pair = [&](float& low, float& high) {
-      if (a.scale_dtype == DType::f32) {
-        low = __uint_as_float(word[0]), high = __uint_as_float(word[kWarp]);
-        word += 2 * kWarp;
-      } else {
-        unpack_pair(word[0], a.scale_dtype == DType::bf16, low, high);
-        word += kWarp;
-      }
-    };
-    read_pair(rows[0].scale, rows[1].scale);
-    rows[0].minimum = rows[1].minimum = 0.0f;
-    if (a.has_minimum) read_pair(rows[0].minimum, rows[1].minimum);
-    rows[0].zero = rows[1].zero = a.default_zero;
-    if (a.has_zero) {
-      const uint32_t both = F == WeightFormat::int4 ? *word >> r % 4 * 8 : *word >> r % 2 * 16;
-      rows[0].zero = both & (F == WeightFormat::int4 ? 15 : 255);
-      rows[1].zero = both >> (F == WeightFormat::int4 ? 4 : 8) & (F == WeightFormat::int4 ? 15 : 255);
-    }
+  // Two digits of a group fit int32 together.
+  __device__ __forceinline__ void add_whole(int t, int h, int j, float scale, int zero, int digits) {
+    const int both = raw(t, 0, h, j) * 256 + raw(t, 1, h, j) - zero * digits;
+    sum[t][h][j] = fmaf(scale, static_cast<float>(both), sum[t][h][j]);
   }
 };
 
@@ -330,12 +251,11 @@ struct LaneRecords {
 // Lanes beyond the last row of x read that row again: their columns of the result are not used.
 template <int Tiles>
 struct PlaneAt {
-  const uint8_t* shared;
-  int row[Tiles];
+  uint32_t row[Tiles];  // shared addresses
 
   template <typename T>
   __device__ __forceinline__ T read(int tile, int offset) const {
-    return *reinterpret_cast<const T*>(shared + row[tile] + offset);
+    return load_shared<T>(row[tile] + offset);
   }
 };
 
@@ -396,27 +316,32 @@ __device__ __forceinline__ void multiply_full(float (&acc)[Tiles][D][4], const u
   }
 }
 
-// Where the groups of the warp's slice are: the record of the next one, in the ring, and its digit sums.
-struct GroupAt {
-  const uint8_t* record;
-  const int* sums;
-};
-
-// Adds the products of the stage at `here` (in the ring) with the planes; k is its first column.
-template <WeightFormat F, bool Grouped, int D, int C>
-__device__ __forceinline__ void multiply_stage(const DecodeArgs& a, Tile<F, Grouped, D, C>& tile, const uint8_t* here,
-                                               const PlaneAt<Tile<F, Grouped, D, C>::kTiles>& planes, GroupAt& group,
-                                               int group_mask, int k, int lane) {
+// Adds the products of the stage at `here` (in the ring, a shared address) with the planes; k is its first column.
+// Simple: its groups are as GroupAt::kSimple says, and there is one row of x.
+template <WeightFormat F, bool Grouped, int D, int C, bool Simple>
+__device__ __forceinline__ void multiply_stage(const DecodeArgs& a, Tile<F, Grouped, D, C>& tile, uint32_t here,
+                                               const PlaneAt<Tile<F, Grouped, D, C>::kTiles>& planes, GroupAt<F>& group,
+                                               int k, int lane) {
   using Fmt = Format<F>;
   using Tiles = Tile<F, Grouped, D, C>;
   constexpr int kChunk{8 * D * Fmt::kPlaneBytes};
   if constexpr (Fmt::kInteger) {
     constexpr int kWords{Fmt::kCopies / 2};
+    uint32_t scales;
+    int zeros, digit_sum;
+    if constexpr (Simple) {  // asked for before the products, used behind them
+      scales = load_shared<uint32_t>(group.record + lane / 4 * 4);
+      zeros = group.form.default_zero() * (F == WeightFormat::int4 ? 0x11 : 0x101);
+      if (group.form.has_zero()) {
+        zeros = load_shared<ZeroPair<F>>(group.record + 2 * kStripRows + lane / 4 * sizeof(ZeroPair<F>));
+      }
+      digit_sum = load_shared<int>(group.sums);
+    }
 #pragma unroll
     for (int u = 0; u < kStepK / 64; ++u) {
       uint4 w[kWords], digits[Tiles::kTiles];
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) w[i] = *reinterpret_cast<const uint4*>(here + (u * kWords + i) * 512);
+      for (int i = 0; i < kWords; ++i) w[i] = load_shared<uint4>(here + (u * kWords + i) * 512);
       if constexpr (Tiles::kDigits) {
 #pragma unroll
         for (int i = 0; i < Tiles::kTiles; ++i) digits[i] = planes.template read<uint4>(i, u * 128);
@@ -444,24 +369,30 @@ __device__ __forceinline__ void multiply_stage(const DecodeArgs& a, Tile<F, Grou
         } else {
           multiply_codes(tile.acc[t % tile.kSets], words, planes, (u * 2 + t) * 4 * kChunk);
         }
-        if constexpr (Grouped) {
-          if (t == 0 ? group_mask == 0 : u == 1 || group_mask < 3) {  // the mask is 0, 1 or 3
-            tile.end_group(a, group.record, group.sums, lane);
-            if constexpr (!Tiles::kFours) {
-              group.record += a.record_bytes;
-              group.sums += kGroupWords<D> * C;
-            }
+        if constexpr (Grouped && !Simple) {
+          if (t == 0 ? group.mask == 0 : u == 1 || group.mask < 3) {
+            tile.end_group(group, lane);
+            group.record += a.record_bytes;
+            group.sums += kGroupWords<D> * C * 4;
           }
         }
       }
+    }
+    if constexpr (Simple) {
+      float scale[2];
+      unpack_pair(scales, group.form.brain(), scale[0], scale[1]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) tile.add_whole(0, h, 0, scale[h], zero_of<F>(zeros, h), digit_sum);
+      tile.clear();
+      group.sums += 4;
     }
   } else {
     const int row = lane / 4;
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
       if (k + u * Fmt::kStageK / 2 < a.k) {  // the last stage may be half full
-        const uint8_t* const at = here + row * 128 + ((4 * u + lane % 4) ^ (row & 1) << 2) * 16;
-        const uint4 w[2]{*reinterpret_cast<const uint4*>(at), *reinterpret_cast<const uint4*>(at + 8 * 128)};
+        const uint32_t at = here + row * 128 + ((4 * u + lane % 4) ^ (row & 1) << 2) * 16;
+        const uint4 w[2]{load_shared<uint4>(at), load_shared<uint4>(at + 8 * 128)};
         multiply_full<F, D>(tile.acc[0], w, planes, u * Fmt::kStageK / 16 * kChunk);
       }
     }

@@ -20,13 +20,14 @@ constexpr bool small_shared_memory(int architecture) {
   return architecture == 86 || architecture == 89 || architecture >= 120;
 }
 
-// Bytes of weights in flight per warp; 4.35 TB/s x 1 us / 132 SMs is 33 KB an SM (H200). With one row of x, the rings of
-// 16 warps go on filling while the links of a chain wait for each other, and leave room for a block of attention (66 KB)
-// beside them; 16 rows of x need the room themselves, and up to 4 leave it to the next kernel's block.
-constexpr int ring_bytes(WeightFormat format, bool grouped, int columns, bool small_shared) {
+// Bytes of weights in flight per warp; 4.35 TB/s x 1 us / 132 SMs is 33 KB an SM (H200). With one row of x, the rings
+// of 16 warps go on filling while the links of a chain wait for each other; at int4 they leave room for a block of
+// attention (66 KB) beside them, which costs int8 more than it gains. 16 rows of x need the room themselves, and up to
+// 4 leave it to the next kernel's block.
+constexpr int ring_bytes(WeightFormat format, int columns, bool small_shared) {
   if (columns == 16 || small_shared) return 4096;
-  if (columns == 1) return format == WeightFormat::int4 && !grouped ? 7168 : 6144;
-  return format != WeightFormat::int4 ? 8192 : columns == 4 ? 4096 : 6144;
+  if (format != WeightFormat::int4) return 8192;
+  return columns == 1 ? 7168 : columns == 4 ? 4096 : 6144;
 }
 constexpr int kPreparedElements{32768};  // columns of one row from which one kernel prepares it for all blocks
 
@@ -55,10 +56,6 @@ NIBBLELM_HOST_DEVICE inline int slice_begin(int slice, int slices_log, int steps
 
 // Whether the digits of a row of x are neighbouring columns of the tensor-core tile: two bf16 digits, integer weights.
 constexpr bool digit_columns(bool integer, int planes) { return integer && planes == 2; }
-
-// Whether every lane copies what it needs of the records, of four groups at a time, instead of the warp all records of
-// a stage. They have as many slots as let a copy be asked for a whole ring of stages before it is read.
-constexpr bool lane_records(bool integer, int planes, int m) { return digit_columns(integer, planes) && m == 1; }
 
 // Rows of x the kernel is compiled for that takes m.
 constexpr int decode_columns(int m, bool digits) { return m == 1 ? 1 : digits && m <= 4 ? 4 : m <= 8 ? 8 : 16; }
@@ -89,8 +86,7 @@ struct DecodePlan {
   int plane_pad;                      // behind a slice of a row
   int planes_at, sums_at, scales_at;  // in the image of a part
   int image_bytes;                    // a multiple of 16
-  int record_slot;   // bytes of records beside one stage, or of what the lanes hold of four groups' records
-  int record_slots;  // of a warp
+  int record_slot;                    // bytes of records beside a stage of weights with groups
   int records_at, barriers_at, image_at, red_at, image_barriers_at,
       shared_bytes;  // in shared memory, behind the ring of weights
 
@@ -114,7 +110,7 @@ struct DecodePlan {
 
 // The shared memory of one choice of (m, block_slices); the offsets are where the kernel finds its parts.
 inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int slices_log, int block_log, int own_log,
-                                int depth, int ring, int least_record_slots) {
+                                int depth, int ring) {
   DecodePlan p{};
   p.m = m;
   p.slices_log = slices_log;
@@ -142,28 +138,18 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.image_bytes = (p.scales_at + p.block_slices() * columns * 4 + 15) / 16 * 16;
 
   p.prepared = m > 1 || steps * kStepK >= kPreparedElements;
-  int widest = 0, least_four = kStepK;  // in steps: a slice, and four groups of one or the rest behind those
+  int widest = 0;
   for (int slice = 0; slice < p.slices(); ++slice) {
-    const int length = slice_begin(slice + 1, slices_log, w.steps()) - slice_begin(slice, slices_log, w.steps());
-    widest = std::max(widest, length);
-    const int four = grouped ? std::max(4 * w.group_size / kStepK, 1) : 1;
-    least_four = std::min(least_four, length % four == 0 ? four : length % four);
+    widest =
+        std::max(widest, slice_begin(slice + 1, slices_log, w.steps()) - slice_begin(slice, slices_log, w.steps()));
   }
-
   const int round = (kDecodeWarps >> slices_log) * 8 * 32;  // of the warps that share a slice
   p.row_rounds = (widest * kStepK + round - 1) / round;
 
   p.ring_stages = ring / stage_bytes(w.format);
   p.records_at = kDecodeWarps * ring;
-  if (grouped && !lane_records(w.integer(), planes, m)) {
-    p.record_slot = kStepK / w.group_size * w.record_bytes();
-    p.record_slots = p.ring_stages;
-  } else if (grouped) {
-    const int words = w.scale_bytes() / 2 * (w.has_minimum ? 2 : 1) + (w.has_zero ? 1 : 0);
-    p.record_slot = words * 4 * 32;
-    p.record_slots = std::max((p.ring_stages + least_four - 1) / least_four, least_record_slots);
-  }
-  p.barriers_at = p.records_at + kDecodeWarps * p.record_slots * p.record_slot;
+  if (grouped) p.record_slot = kStepK / w.group_size * w.record_bytes();
+  p.barriers_at = p.records_at + kDecodeWarps * p.ring_stages * p.record_slot;
   p.image_at = p.barriers_at + (m == 1 ? kMaxLinks : 1) * kLinkBarriers * 8;
   p.red_at = p.image_at + p.image_bytes;
   const int words = w.integer() && !grouped && m == 1 ? planes : 1;  // raw sums of every digit, or one float
@@ -184,7 +170,7 @@ constexpr int decode_own_log(int m, int block_log, int strips) {
 // only where even one slice does not fit. `shared_limit`: bytes of a block;
 // `architecture`: what the kernels are compiled for, as 80 or 90.
 inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, bool aligned, int multiprocessors,
-                              int shared_limit, int architecture, int least_record_slots) {
+                              int shared_limit, int architecture) {
   const int planes = decode_planes(w.format, x_dtype);
   const bool small = small_shared_memory(architecture);
   const int slices_log = decode_slices_log(w.steps());
@@ -195,8 +181,8 @@ inline DecodePlan plan_decode(const LinearWeight& w, DType x_dtype, int m, bool 
       const int own_log = decode_own_log(rows, block_log, block_strips);
       for (int depth = rows == 1 ? kMaxDepth : 2; depth >= 1; depth /= 2) {
         const int columns = decode_columns(rows, digit_columns(w.integer(), planes));
-        const int ring = ring_bytes(w.format, w.group_size != 0, columns, small);
-        DecodePlan p = decode_layout(w, planes, rows, slices_log, block_log, own_log, depth, ring, least_record_slots);
+        const int ring = ring_bytes(w.format, columns, small);
+        DecodePlan p = decode_layout(w, planes, rows, slices_log, block_log, own_log, depth, ring);
 
         if (p.shared_bytes > shared_limit) continue;
         // Only that kernel reads x element by element, or sees a whole row where blocks do not.
