@@ -1,0 +1,126 @@
+// Scales, zero-points and minima of quantized weights, as the decode kernel reads them (linear.h has their layout).
+#pragma once
+
+#include "linear_planes.cuh"
+
+namespace nibblelm::cuda {
+
+// Scale, zero-point and minimum of one row in one group.
+struct RowTerms {
+  float scale, minimum;
+  int zero;
+};
+
+// Two scales of 16 bits.
+__device__ __forceinline__ void unpack_pair(uint32_t pair, bool brain, float& low, float& high) {
+  low = brain ? __uint_as_float(pair << 16) : __half2float(__ushort_as_half(pair & 0xffff));
+  high = brain ? __uint_as_float(pair & 0xffff0000u) : __half2float(__ushort_as_half(pair >> 16));
+}
+
+// What the records of a weight hold, in one register.
+template <WeightFormat F>
+struct RecordForm {
+  int bits{0};
+
+  RecordForm() = default;
+  __device__ __forceinline__ explicit RecordForm(const DecodeArgs& a)
+      : bits(keep(static_cast<int>(a.scale_dtype) | (a.has_zero ? 4 : 0) | (a.has_minimum ? 8 : 0))) {}
+  __device__ __forceinline__ bool wide() const { return (bits & 3) == static_cast<int>(DType::f32); }
+  __device__ __forceinline__ bool brain() const { return (bits & 3) == static_cast<int>(DType::bf16); }
+  __device__ __forceinline__ bool has_zero() const { return (bits & 4) != 0; }
+  __device__ __forceinline__ bool has_minimum() const { return (bits & 8) != 0; }
+  __device__ __forceinline__ int default_zero() const { return has_minimum() ? 0 : F == WeightFormat::int4 ? 8 : 128; }
+  __device__ __forceinline__ int zeros_at() const { return kStripRows * (wide() ? 4 : 2); }
+  __device__ __forceinline__ int minimum_at() const {
+    return zeros_at() + (has_zero() ? F == WeightFormat::int4 ? 8 : 16 : 0);
+  }
+};
+
+// Where the groups of the warp's slice are: the record of the next one, in the ring, and its digit sums.
+template <WeightFormat F>
+struct GroupAt {
+  static constexpr int kSimple{7};  // groups of 128, scales of 16 bits, no minimum
+  RecordForm<F> form;
+  int mask;               // 0, 1 or 3 for groups of 32, 64 or 128; or kSimple
+  uint32_t sums, record;  // shared addresses
+};
+
+template <WeightFormat F>
+using ZeroPair = std::conditional_t<F == WeightFormat::int4, uint8_t, uint16_t>;
+
+// The zero-points of rows r and r + 8.
+template <WeightFormat F>
+__device__ __forceinline__ int zero_of(int pair, int half) {
+  constexpr int kBits{F == WeightFormat::int4 ? 4 : 8};
+  return pair >> half * kBits & ((1 << kBits) - 1);
+}
+
+// Of rows r and r + 8 of a record. load<T>(offset): from the record.
+template <WeightFormat F, class Load>
+__device__ __forceinline__ void read_record(RecordForm<F> form, int r, RowTerms (&rows)[2], Load load) {
+  const auto read_pair = [&](int at, float& low, float& high) {
+    if (form.wide()) {
+      const uint2 pair = load.template operator()<uint2>(at + 8 * r);
+      low = __uint_as_float(pair.x), high = __uint_as_float(pair.y);
+    } else {
+      unpack_pair(load.template operator()<uint32_t>(at + 4 * r), form.brain(), low, high);
+    }
+  };
+  read_pair(0, rows[0].scale, rows[1].scale);
+  rows[0].minimum = rows[1].minimum = 0.0f;
+  if (form.has_minimum()) read_pair(form.minimum_at(), rows[0].minimum, rows[1].minimum);
+  rows[0].zero = rows[1].zero = form.default_zero();
+  if (form.has_zero()) {
+    const int pair = load.template operator()<ZeroPair<F>>(form.zeros_at() + r * static_cast<int>(sizeof(ZeroPair<F>)));
+    rows[0].zero = zero_of<F>(pair, 0), rows[1].zero = zero_of<F>(pair, 1);
+  }
+}
+
+// What the sum of one row of W needs, as it is in memory: asked for long before, and first looked at then.
+template <WeightFormat F>
+struct RowBits {
+  uint32_t scale, minimum{0}, zeros{0};
+  float bias{0.0f};
+
+  // Of row `row` of a strip whose record this is.
+  __device__ __forceinline__ static RowBits read(RecordForm<F> form, const uint8_t* record, int row) {
+    RowBits out;
+    const int at = 2 * (row % 8) + row / 8;
+    const auto word = [&](const uint8_t* from) -> uint32_t {
+      return form.wide() ? reinterpret_cast<const uint32_t*>(from)[at] : reinterpret_cast<const uint16_t*>(from)[at];
+    };
+    out.scale = word(record);
+    if (form.has_minimum()) out.minimum = word(record + form.minimum_at());
+    if (form.has_zero()) out.zeros = record[form.zeros_at() + (F == WeightFormat::int4 ? row % 8 : at)];
+    return out;
+  }
+
+  __device__ __forceinline__ RowTerms terms(RecordForm<F> form, int row) const {
+    const auto value = [&](uint32_t bits) {
+      return form.wide()    ? __uint_as_float(bits)
+             : form.brain() ? __uint_as_float(bits << 16)
+                            : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+    };
+    const int zero = F == WeightFormat::int4 ? zeros >> row / 8 * 4 & 15 : zeros;
+    return {value(scale), value(minimum), form.has_zero() ? zero : form.default_zero()};
+  }
+};
+
+// sum of codes x digits -> scale * sum of (code - zero) x activation + minimum * sum of activations.
+template <int D>
+__device__ __forceinline__ float scale_sums(const int (&raw)[D], const int (&digits)[D], const RowTerms& row,
+                                            float slice_scale, bool has_minimum) {
+  float value{0.0f};
+#pragma unroll
+  for (int d = 0; d < D; ++d) value = fmaf(value, 256.0f, static_cast<float>(raw[d] - row.zero * digits[d]));
+  value = __fmul_rn(row.scale, value);
+  if (has_minimum) {
+    float total{0.0f};
+#pragma unroll
+    for (int d = 0; d < D; ++d) total = fmaf(total, 256.0f, static_cast<float>(digits[d]));
+    value = fmaf(row.minimum, total, value);
+  }
+  return __fmul_rn(value, slice_scale);
+}
+
+}  // namespace nibblelm::cuda
