@@ -4,7 +4,8 @@
 // The heads of one KV head are the eight columns of mma.m16n8k16 and positions its rows: scores are K q, the output is
 // V^T p, and both operands come from row-major tiles by ldmatrix. Each warp brings its own tiles by cp.async, several
 // ahead, and waits for no other warp before the end. The blocks of a thread-block cluster divide a row's positions and
-// merge through distributed shared memory; where a row takes several, or none, the rest is merged through device memory.
+// merge through distributed shared memory; where a row takes several, or none, the rest is merged through device
+// memory.
 #include <bit>
 
 #include "attention_heads.cuh"
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   const R ring(shared_address(storage), a, share.slot, at.kv_head, share.end, newest, at.warp, at.lane);
   const int first = share.begin + at.warp * kTile;
   // Not before the last tile is asked for: the next kernel's weights would go first.
-  if (!ring.more(first)) dependency_release();
+  if (first + R::kAround >= share.end) dependency_release();
   const bf16* query = static_cast<const bf16*>(a.q) + at.row * a.q_stride + (at.first_head + at.g) * D;
   if constexpr (kFused) {
     prepare<F>(a, head_args, at, share, raw, prepared);
@@ -272,11 +273,10 @@ Choice choice() {
 template <int D, bool kFused>
 Choice choose(const AttentionArgs& a) {
   if constexpr (!kFused)
-    if (has_options(a)) return choice<SmallForm<D>, true, false>();
+    if (has_options(a)) return choice<RowForm<D>, true, false>();
   const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
   if (a.rows == 1 && a.capacity > kLongRow && room >= LongForm<D>::kBytes) return choice<LongForm<D>, false, kFused>();
-  if (a.rows == 1 && room >= RowForm<D>::kBytes) return choice<RowForm<D>, false, kFused>();
-  return choice<SmallForm<D>, false, kFused>();
+  return choice<RowForm<D>, false, kFused>();
 }
 
 template <int D, bool kFused>

@@ -47,14 +47,12 @@ struct Form {
   static constexpr int kBlocks{kPerMultiprocessor};
 };
 
-// Measured on the H200. Several rows: three blocks a multiprocessor.
+// Measured on the H200. At most 128 registers a thread and 67 KB: beside a block of the linears, whose weights then
+// come while this one works and the other way round; of a batch, three to a multiprocessor.
 template <int D>
-using SmallForm = Form<D, D == 256 ? 96 << 10 : 64 << 10, kGroup, D == 256 ? 2 : 3>;
-// One row.
-template <int D>
-using RowForm = Form<D, 96 << 10, kGroup, 2>;
-// A row that may be long: no clusters, of which some multiprocessors take two while others stand empty, and no two
-// blocks on one.
+using RowForm = Form<D, D == 256 ? 96 << 10 : 64 << 10, kGroup, D == 256 ? 2 : 4>;
+// One row that may be long: no two blocks on one multiprocessor, and no clusters, which would crowd some parts of the
+// device and leave others empty.
 template <int D>
 using LongForm = Form<D, 128 << 10, 1, 1>;
 
@@ -68,13 +66,13 @@ struct Ring {
   static constexpr int kThreads{kWarps * kWarp};
   static constexpr int kWarpBytes{F::kBytes / kWarps};
   static constexpr int kTileBytes{kTile * D * 2};
-  static constexpr int kUnits{kWarpBytes / kTileBytes};  // a tile of keys or of values is a unit
-  static constexpr int kStages{kUnits / 2};
+  static constexpr int kUnits{kWarpBytes / kTileBytes};  // a tile's keys or its values are a unit
   static constexpr int kChunks{D / 8}, kRowsAtOnce{kWarp / kChunks}, kPitch{D * 2};
-  static constexpr int kStep{kWarps * kTile};      // from a warp's tile to its next
-  static constexpr bool kHalves{kUnits % 2 == 1};  // keys and values of a tile come one after the other
+  static constexpr int kStep{kWarps * kTile};        // from a warp's tile to its next
+  static constexpr int kAround{kUnits / 2 * kStep};  // and to the one that takes its place
+  static_assert(kUnits % 2 == 0);
 
-  // Shared addresses in stage 0 of this lane's first chunk of copies and of operands; others differ by a constant, as
+  // Shared addresses in unit 0 of this lane's first chunk of copies and of operands; others differ by a constant, as
   // exclusive or with the chunk (128-byte rows of chunks are aligned) or as sum.
   uint32_t copies, keys, values;
   const bf16* k;  // this lane's chunk of position 0
@@ -99,51 +97,29 @@ struct Ring {
   __device__ __forceinline__ static uint32_t further(uint32_t address, int c) {
     return (address ^ (2 * c % 8) << 4) + 2 * c / 8 * 128;
   }
-  __device__ __forceinline__ void fetch(int stage, int p) const {
-    const uint32_t target = copies + stage * 2 * kTileBytes;
-    const bf16* const from_k = k + static_cast<int64_t>(p) * D;
-    const bf16* const from_v = v + static_cast<int64_t>(p) * D;
+  // The keys or the values at p, from `cache`.
+  __device__ __forceinline__ void fetch(int unit, const bf16* cache, int p) const {
+    const uint32_t target = copies + unit * kTileBytes;
+    const bf16* const from = cache + static_cast<int64_t>(p) * D;
     if (p + kTile <= written) {
 #pragma unroll
-      for (int i = 0; i < kTile; i += kRowsAtOnce) {
-        copy_async_16((target ^ (i % 8) << 4) + i * kPitch, from_k + i * D);
-        copy_async_16((target ^ (i % 8) << 4) + i * kPitch + kTileBytes, from_v + i * D);
-      }
+      for (int i = 0; i < kTile; i += kRowsAtOnce) copy_async_16((target ^ (i % 8) << 4) + i * kPitch, from + i * D);
     } else {
       const int left = written - p - lane / kChunks;  // rows from this lane's first on
 #pragma unroll
-      for (int i = 0; i < kTile; i += kRowsAtOnce) {
-        copy_or_zero((target ^ (i % 8) << 4) + i * kPitch, from_k + i * D, i < left);
-        copy_or_zero((target ^ (i % 8) << 4) + i * kPitch + kTileBytes, from_v + i * D, i < left);
-      }
+      for (int i = 0; i < kTile; i += kRowsAtOnce)
+        copy_or_zero((target ^ (i % 8) << 4) + i * kPitch, from + i * D, i < left);
     }
   }
-  // Asks for what fits of the tiles from p on.
+  // Asks for what fits of the tiles from p on, a group of copies for each unit.
   __device__ __forceinline__ void fill(int p) const {
-    if constexpr (kHalves) {
-#pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
-        if (p + unit / 2 * kStep < end) fetch_unit(unit, unit % 2 == 0 ? k : v, p + unit / 2 * kStep);
-        copy_async_commit();
-      }
-    } else {
 #pragma unroll 1
-      for (int stage = 0; stage < kStages - 1; ++stage, p += kStep) {
-        if (p < end) fetch(stage, p);
-        copy_async_commit();
-      }
+    for (int unit = 0; unit < kUnits; unit += 2, p += kStep) {
+      if (p < end) fetch(unit, k, p);
+      copy_async_commit();
+      if (p < end) fetch(unit + 1, v, p);
+      copy_async_commit();
     }
-  }
-  // Whether fill(p) leaves tiles to be asked for.
-  __device__ __forceinline__ bool more(int p) const { return p + (kHalves ? 1 : kStages - 1) * kStep < end; }
-  // One unit: the keys or the values at p.
-  __device__ __forceinline__ void fetch_unit(int unit, const bf16* cache, int p) const {
-    const uint32_t target = copies + unit * kTileBytes;
-    const bf16* const from = cache + static_cast<int64_t>(p) * D;
-    const int left = written - p - lane / kChunks;
-#pragma unroll
-    for (int i = 0; i < kTile; i += kRowsAtOnce)
-      copy_or_zero((target ^ (i % 8) << 4) + i * kPitch, from + i * D, i < left);
   }
   // A key or value, (D,), as row `row` of a unit.
   __device__ __forceinline__ void insert(int unit, int row, const bf16* x) const {
@@ -241,51 +217,30 @@ template <class F, class Insert, class Weigh>
 __device__ __forceinline__ void attend(Accumulator<F>& sum, const Ring<F>& ring, const uint32_t (&q)[F::D / 16][2],
                                        int p, Insert insert, Weigh weigh) {
   using R = Ring<F>;
-  float s[4];
-  uint32_t p0, p1;
-  if constexpr (R::kHalves) {
-    const auto next = [](int unit) { return unit + 1 == R::kUnits ? 0 : unit + 1; };
 #pragma unroll 1
-    for (int unit = 0; p < ring.end; p += R::kStep, unit = next(unit)) {
-      copy_async_wait<R::kUnits - 1>();
-      __syncwarp();  // these keys have arrived for every lane
-      insert(unit, p, 0);
-      sum.dots(s, ring, unit, q);
-      __syncwarp();  // every lane is done with them
-      if (ring.more(p)) {
-        ring.fetch_unit(unit, ring.v, p + R::kStep);
-      } else {
-        dependency_release();
-      }
-      copy_async_commit();
-      weigh(s, p, p0, p1);
-      unit = next(unit);
-      copy_async_wait<R::kUnits - 1>();
-      __syncwarp();
-      insert(unit, p, 1);
-      sum.add(ring, unit, p0, p1);
-      __syncwarp();
-      if (p + 2 * R::kStep < ring.end) ring.fetch_unit(unit, ring.k, p + 2 * R::kStep);
-      copy_async_commit();
+  for (int unit = 0; p < ring.end; p += R::kStep, unit = unit + 2 == R::kUnits ? 0 : unit + 2) {
+    const int far = p + R::kAround;
+    float s[4];
+    copy_async_wait<R::kUnits - 1>();
+    __syncwarp();  // the keys have arrived for every lane
+    insert(unit, p, 0);
+    sum.dots(s, ring, unit, q);
+    __syncwarp();  // every lane is done with them
+    if (far < ring.end) {
+      ring.fetch(unit, ring.k, far);
+    } else {
+      dependency_release();
     }
-  } else {
-#pragma unroll 1
-    for (int stage = 0; p < ring.end; p += R::kStep, stage = stage + 1 == R::kStages ? 0 : stage + 1) {
-      copy_async_wait<R::kStages - 2>();
-      __syncwarp();  // this tile has arrived for every lane, and every lane is done with the one before
-      const int far = p + (R::kStages - 1) * R::kStep;
-      if (far < ring.end) {
-        ring.fetch(stage == 0 ? R::kStages - 1 : stage - 1, far);
-      } else {
-        dependency_release();
-      }
-      copy_async_commit();
-      insert(2 * stage, p, 0);
-      insert(2 * stage + 1, p, 1);
-      sum.dots(s, ring, 2 * stage, q);
-      weigh(s, p, p0, p1);
-      sum.add(ring, 2 * stage + 1, p0, p1);
-    }
+    copy_async_commit();
+    uint32_t p0, p1;
+    weigh(s, p, p0, p1);
+    copy_async_wait<R::kUnits - 1>();
+    __syncwarp();
+    insert(unit + 1, p, 1);
+    sum.add(ring, unit + 1, p0, p1);
+    __syncwarp();
+    if (far < ring.end) ring.fetch(unit + 1, ring.v, far);
+    copy_async_commit();
   }
 }
 
