@@ -287,8 +287,7 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   const Choice chosen = choose<D, kFused>(a);
   cudaFuncAttributes compiled{};
   check(cudaFuncGetAttributes(&compiled, chosen.kernel), "attention: cudaFuncGetAttributes");
-  check(cudaFuncSetAttribute(chosen.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, chosen.bytes),
-        "attention: cudaFuncSetAttribute");
+  allow_shared_memory(chosen.kernel, chosen.bytes, what);
   const int cluster = compiled.ptxVersion >= 90 ? chosen.cluster : 1;
   const int most_groups = static_cast<int>(
       std::bit_floor(static_cast<unsigned>(std::clamp(kBlocksPerRow / (kGroup * per_row), 1, kMaxSplits))));
