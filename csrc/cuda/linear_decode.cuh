@@ -24,11 +24,10 @@ struct ImageCopy {
   uint32_t barriers;  // of every slice, and of the sums and scales
 
   __device__ __forceinline__ void init() const {
-    const int lane = threadIdx.x % kWarp;
-    if (threadIdx.x < kWarp && lane <= p.block_slices()) {
-      barrier_init(barriers + lane * 8, 1);
-      barrier_init_fence();
-    }
+    if (threadIdx.x != 0) return;
+#pragma unroll 1
+    for (int i = 0; i <= p.block_slices(); ++i) barrier_init(barriers + i * 8, 1);
+    barrier_init_fence();
   }
 
   // By the first warp, a lane for every slice and one for the rest. begin_of(slice): its start in the image.
