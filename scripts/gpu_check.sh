@@ -6,7 +6,8 @@
 #   scripts/gpu_check.sh --stale [DIR]            where git is: what changed since the record in DIR
 #
 # Parts: build tests memcheck racecheck ops e2e load record. Results collect in out/gpu_check/ until `record` writes
-# benchmarks/h200/{ops,e2e,load,tests}.json (or --record DIR). HASHES is "csrc=... runtime=... models=...".
+# benchmarks/h200/{ops,e2e,load,tests}.json (or --record DIR). HASHES is "csrc=... runtime=... models=...". After
+# `build`, parts may run side by side on different cards (CUDA_VISIBLE_DEVICES), but not two that measure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -147,7 +148,7 @@ while [[ $# -gt 0 ]]; do
     --tree) tree=$2; shift 2 ;;
     --record) record=$2; shift 2 ;;
     build | tests | memcheck | racecheck | ops | e2e | load | record) parts+=("$1"); shift ;;
-    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n '4,9p' "$0" >&2; exit 2 ;;
+    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,10p" "$0" >&2; exit 2 ;;
   esac
 done
 for folder in "${folders[@]}"; do

@@ -1,9 +1,10 @@
-"""Print the recorded results under benchmarks/ as the Markdown tables of README.
+"""Print the recorded results under benchmarks/ as Markdown tables: those of README, and what it says beside them.
 
 python scripts/show_record.py
 """
 
 import json
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,11 +77,44 @@ def kernels(record: dict[str, Any]) -> str:
     return table(["instruction set", "weights", "decode", "of the read bandwidth", "prefill"], cells)
 
 
+def checks(record: dict[str, Any]) -> str:
+    """Tests, and what the sanitizers found."""
+    cells = [["GPU tests", f"{record['passed']} passed, {record['failed']} failed, {record['skipped']} skipped"]]
+    for tool, text in record["sanitizer"].items():
+        found = sum(int(count) for count in re.findall(r"SUMMARY: (\d+) ", text))
+        cells.append([tool, f"{text.split()[0]} cases, {found} findings"])
+    return table(["check", "result"], cells)
+
+
+def limits(rows: Sequence[dict[str, Any]]) -> str:
+    """The device's own rates, and the ops that one kernel at a time is held against."""
+    cells = []
+    for row in rows:
+        if row["op"] in {"device", "softmax", "decode"}:
+            rate = f"{row['gb_s']:,.0f} GB/s" if row["gb_s"] else f"{row['tflop_s']:.0f} TFLOP/s"
+            share = f"{row['percent_of_peak']:.1f}%" if row["percent_of_peak"] else ""
+            beside = f"{row['baseline']} {row['baseline_time_us']:.1f}" if row["baseline"] else ""
+            cells.append([row["op"], row["shape"], f"{row['time_us']:.1f}", rate, share, beside])
+    return table(["op", "shape", "us", "rate", "of the device's", "beside (us)"], cells)
+
+
+def loads(rows: Sequence[dict[str, Any]]) -> str:
+    """Checkpoints to the device, beside the bus."""
+    cells = [
+        [r["shape"], r["weights"], f"{r['load_s']:.3f} s", f"{r['load_gb_s']:.1f} GB/s", f"{r['pinned_gb_s']:.1f} GB/s"]
+        for r in rows
+    ]
+    return table(["shape:layers", "weights", "load", "rate", "the bus"], cells)
+
+
 RECORDS: dict[str, Callable[[Any], str]] = {
     "cpu/peers.json": cpu,
     "cpu/footprint.json": footprint,
     "cpu/avx2.json": kernels,
     "h200/e2e.json": gpu,
+    "h200/tests.json": checks,
+    "h200/ops.json": limits,
+    "h200/load.json": loads,
 }
 
 
