@@ -47,11 +47,10 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("WEIGHT_FORMATS") = py::make_tuple("int4", "int8", "float16", "bfloat16", "float32");
   m.attr("MAX_DECODE_ROWS") = kMaxDecodeRows;
   m.attr("MAX_NORM_COLUMNS") = kMaxNormColumns;
-  m.def("linear_workspace",
-        [](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype, int rows,
-           bool eight_bits) {
-          return linear_workspace(weight, pointer(x), x_stride, static_cast<DType>(x_dtype), rows, eight_bits);
-        });
+  m.def("linear_workspace", [](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype,
+                               int rows, bool eight_bits) {
+    return linear_workspace(weight, pointer(x), x_stride, static_cast<DType>(x_dtype), rows, eight_bits);
+  });
   py::class_<LinearStep>(m, "LinearStep")
       .def(py::init([](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype,
                        std::uintptr_t y, std::int64_t y_stride, int y_dtype, std::uintptr_t bias, int rows,
@@ -70,9 +69,9 @@ PYBIND11_MODULE(_cuda, m) {
            }),
            py::kw_only(), py::arg("weight"), py::arg("x"), py::arg("x_stride"), py::arg("x_dtype"), py::arg("y"),
            py::arg("y_stride"), py::arg("y_dtype"), py::arg("bias"), py::arg("rows"), py::arg("eight_bits"),
-           py::arg("mma_sync"), py::arg("workspace"), py::arg("arrivals"), py::arg("gain") = 0,
-           py::arg("residual") = 0, py::arg("h") = 0, py::arg("residual_stride") = 0, py::arg("eps") = 0.0f,
-           py::arg("plus_one") = false, py::arg("swiglu") = false);
+           py::arg("mma_sync"), py::arg("workspace"), py::arg("arrivals"), py::arg("gain") = 0, py::arg("residual") = 0,
+           py::arg("h") = 0, py::arg("residual_stride") = 0, py::arg("eps") = 0.0f, py::arg("plus_one") = false,
+           py::arg("swiglu") = false);
   m.def("linear", [](const std::vector<LinearStep>& steps, std::uintptr_t stream, bool programmatic) {
     linear(steps, {pointer(stream), programmatic});
   });

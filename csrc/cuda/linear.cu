@@ -9,8 +9,8 @@ namespace nibblelm::cuda {
 namespace {
 
 std::string describe(const LinearWeight& w, int planes, int m) {
-  return std::string("linear x=(") + std::to_string(m) + ", " + std::to_string(w.k) + ") in " +
-         std::to_string(planes) + " planes, weight=(" + std::to_string(w.n) + ", " + std::to_string(w.k) + ") " + name(w.format) +
+  return std::string("linear x=(") + std::to_string(m) + ", " + std::to_string(w.k) + ") in " + std::to_string(planes) +
+         " planes, weight=(" + std::to_string(w.n) + ", " + std::to_string(w.k) + ") " + name(w.format) +
          (w.integer() && w.group_size ? " groups of " + std::to_string(w.group_size) : std::string());
 }
 
@@ -38,19 +38,19 @@ DecodePlan plan_here(const LinearWeight& w, int planes, int m, bool aligned) {
 
 // Where the parts of the large kernel's workspace begin.
 struct LargeBuffers {
-  int64_t scales, sums, partials, bytes;
+  int64_t scales, sums, totals, partials, bytes;
 
   LargeBuffers(const LargePlan& p, int planes) {
     scales = p.tiles_bytes();
     sums = scales + static_cast<int64_t>(p.slices) * p.padded_rows() * 4;
-    partials = sums + static_cast<int64_t>(p.slices) * planes * p.padded_rows() * 4;
+    totals = sums + static_cast<int64_t>(p.slices) * planes * p.padded_rows() * 4;
+    partials = totals + static_cast<int64_t>(p.padded_rows()) * 4;
     bytes = partials + p.partial_bytes();
   }
 };
 
 LargePlan plan_large_here(const LinearWeight& w, int planes, int m, bool mma_sync) {
-  return plan_large(w, planes, m, device_attribute(cudaDevAttrMultiProcessorCount),
-                    device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+  return plan_large(w, planes, m, device_attribute(cudaDevAttrMultiProcessorCount), compiled_architecture(),
                     compiled_architecture() == 90 && !mma_sync);
 }
 
@@ -63,7 +63,7 @@ bool x_aligned(const LinearWeight& w, const void* x, int64_t stride, DType dtype
 int launch_rows(const LinearWeight& w, int planes, int m, bool aligned) {
   if (m > kMaxDecodeRows) {
     const int rows = std::min(m, kLargeChunk);
-    if (plan_large_here(w, planes, rows, false).ring_stages > 0) return rows;
+    if (plan_large_here(w, planes, rows, false).rows > 0) return rows;
   }
   return plan_here(w, planes, std::min(m, kMaxDecodeRows), aligned).m;
 }
@@ -77,9 +77,8 @@ int64_t linear_workspace(const LinearWeight& w, const void* x, int64_t x_stride,
   int64_t most{0};
   for (int row = 0, rows = 0; row < m; row += rows) {
     rows = launch_rows(w, planes, m - row, aligned);
-    const int64_t bytes = rows > kMaxDecodeRows
-                              ? LargeBuffers(plan_large_here(w, planes, rows, false), planes).bytes
-                              : plan_here(w, planes, rows, aligned).workspace_bytes();
+    const int64_t bytes = rows > kMaxDecodeRows ? LargeBuffers(plan_large_here(w, planes, rows, false), planes).bytes
+                                                : plan_here(w, planes, rows, aligned).workspace_bytes();
     most = std::max(most, bytes);
   }
   return most;
@@ -207,7 +206,7 @@ class ChainLauncher {
 
   void launch_large(const LinearStep& step, const DecodeArgs& a, int planes, int rows) const {
     const auto& [w, args] = step;
-    LargeArgs g{a, plan_large_here(w, planes, rows, args.mma_sync), rows, nullptr, nullptr, nullptr, nullptr};
+    LargeArgs g{a, plan_large_here(w, planes, rows, args.mma_sync), rows, nullptr, nullptr, nullptr, nullptr, nullptr};
     g.a.plan.slices_log = decode_slices_log(w.steps());
     g.a.plan.row_rounds = row_rounds(g.a.plan.slices_log, w.steps());
     g.a.stages = g.p.stages;
@@ -217,6 +216,7 @@ class ChainLauncher {
     g.tiles = workspace;
     g.scales = reinterpret_cast<float*>(workspace + at.scales);
     g.sums = reinterpret_cast<int*>(workspace + at.sums);
+    g.totals = reinterpret_cast<float*>(workspace + at.totals);
     g.partials = reinterpret_cast<float*>(workspace + at.partials);
     with_format(w.format, [&]<WeightFormat F>() {
       if constexpr (F != WeightFormat::f32) launch_large_format<F>(g, planes, launch_, describe(w, planes, rows));

@@ -69,7 +69,7 @@ struct LinearArgs {
   bool eight_bits;  // of bf16 x, integer weights take one digit instead of two
   bool mma_sync;    // no wgmma, as on cards that have none
   void* workspace;  // linear_workspace() bytes, 16-byte aligned
-  int* arrivals;      // strips() + 1 zeros, for the kernels' counters. One stream at a time may use a weight.
+  int* arrivals;    // strips() + 1 zeros, for the kernels' counters. One stream at a time may use a weight.
   // Before: with a gain, x stands for rms_norm(x + residual), whose bits are those of the separate op. bf16 only.
   const float* gain;     // (k,) or null
   const void* residual;  // (m, k), rows residual_stride apart, or null

@@ -5,7 +5,8 @@
 // A warp owns one slice of K for one strip of 16 rows at a time and streams it through a private ring in shared memory.
 // The rows of x are the 8 columns of the tensor-core tile, one tile per plane (linear_planes.cuh); integer products are
 // exact in int32. The warps of a strip deliver their sums and go on to the next strip; they take turns in adding them.
-// Slices, which depend on K alone, are added from left to right: every m, split over blocks and grid gives the same bits.
+// Slices, which depend on K alone, are added from left to right: every m, split over blocks and grid gives the same
+// bits.
 #pragma once
 
 #include "barrier.cuh"
@@ -67,7 +68,7 @@ struct LinkAt {
   // with one row of x a warp adds a whole strip, in turn, else every warp adds some rows of x.
   uint32_t full, empty;
   PlaneAt<Tiles::kTiles> planes;  // of the first slice
-  RowBits<F> bits;                // with one row of x: of the strip that this warp adds next
+  RowBits<F> bits;                // of the strip that this warp adds next
 
   __device__ __forceinline__ LinkAt(const DecodeArgs& args, int link, uint8_t* shared_memory)
       : a(args), w(WarpPart::of<F, C>(args)), shared(shared_memory) {
@@ -115,7 +116,7 @@ struct LinkAt {
     const int row = threadIdx.x % kStripRows, n = strip * kStripRows + row;
     RowBits<F> out{};
     if (strip >= a.strips) return out;
-    if constexpr (Reduce::kRaw) {
+    if constexpr (Format<F>::kInteger && !Grouped) {
       out = RowBits<F>::read(form, a.records + static_cast<int64_t>(strip) * a.record_bytes, row);
     }
     if (a.bias != nullptr && n < a.n) out.bias = a.bias[n];
@@ -140,13 +141,16 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingA
   const int* const sums = reinterpret_cast<const int*>(shared + p.image_at + p.sums_at);
   const float* const scales = reinterpret_cast<const float*>(shared + p.image_at + p.scales_at);
 
-  int turn{0};  // strips this warp has delivered
+  const float* const x_totals = reinterpret_cast<const float*>(shared + p.image_at + p.totals_at);
+  float x_total{__uint_as_float(0x7fc00000u)};  // of the one row of x that the block has prepared itself
+  int turn{0};                                  // strips this warp has delivered
 #pragma unroll 1
   for (int strip = w.first_strip; strip < a.strips; strip += w.strip_step, ++turn) {
     const int in_flight = turn & (p.depth - 1), lap = turn >> p.depth_log;
     const bool finishes = C == 1 ? (turn & (p.strip_warps() - 1)) == me : 2 * me < p.m;
     RowTerms rows[2]{};
-    if constexpr (Fmt::kInteger && !Grouped && C > 1) {
+    if (C > 1 && p.delivers() && finishes) at.bits = at.read_bits(strip);
+    if (Fmt::kInteger && !Grouped && C > 1 && !p.delivers()) {
       const uint8_t* const record = a.records + static_cast<int64_t>(strip) * a.record_bytes;
       read_record<F>(at.form, lane / 4, rows,
                      [&]<class T>(int from) { return *reinterpret_cast<const T*>(record + from); });
@@ -184,46 +188,42 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingA
         reduce.deliver_raw(tile, me);
       } else {
         float value[Reduce::kValues];
-        reduce.scale(tile, rows, me, value);
+        reduce.read(tile, value);
         reduce.deliver(value, me);
       }
     } else {
-      float value[Reduce::kValues], total[Reduce::kValues];
+      float value[Reduce::kValues], total[Reduce::kValues]{};
 #pragma unroll 1
       for (int i = 0; i < w.own; ++i) {
         const int slice = w.first_slice + i, stage = at.stage_at(slice);
         if (kCopied && turn == 0) barrier_wait(copy.barriers + slice * 8, 0);
         Tiles tile;
         multiply_slice(tile, at.planes_of(slice), at.stage_at(slice + 1) - stage, stage * Fmt::kStageK);
-        reduce.scale(tile, rows, slice, value);
+        reduce.read(tile, value);
         if (p.delivers()) {
           if (i == 0 && lap > 0) barrier_wait(at.empty + in_flight * 8, (lap - 1) & 1);
           reduce.deliver(value, slice);
         } else {
-#pragma unroll
-          for (int n = 0; n < Reduce::kValues; ++n) total[n] = i == 0 ? value[n] : total[n] + value[n];
+          reduce.add(total, value, slice);
         }
       }
       if (!p.delivers()) {
-        reduce.store_values(total);
+        reduce.store_values(total, rows, x_totals);
         continue;
       }
     }
     barrier_arrive(at.full + in_flight * 8);
     if (finishes) {
-      const int row = lane % kStripRows;
+      const RowTerms terms = Fmt::kInteger && !Grouped ? at.bits.terms(at.form, lane % kStripRows) : RowTerms{};
+      const float bias = at.bits.bias;
       if constexpr (C == 1) {
-        const RowTerms terms = Reduce::kRaw ? at.bits.terms(at.form, row) : RowTerms{};
-        const float bias = at.bits.bias;
         at.bits = at.read_bits(strip + p.strip_warps() * w.strip_step);
-        barrier_wait(at.full + in_flight * 8, lap & 1);
-        reduce.finish(terms, bias, 0);
-      } else {
-        const int n = strip * kStripRows + row;
-        const float bias = a.bias != nullptr && n < a.n ? a.bias[n] : 0.0f;
-        barrier_wait(at.full + in_flight * 8, lap & 1);
-        reduce.finish({}, bias, me);
+        if (Reduce::kRaw && a.images == nullptr && x_total != x_total) {  // not needed before now
+          x_total = row_total<D>(sums, 1, scales, 1, p.block_slices());
+        }
       }
+      barrier_wait(at.full + in_flight * 8, lap & 1);
+      reduce.finish(terms, bias, C == 1 && a.images == nullptr ? nullptr : x_totals, x_total, C == 1 ? 0 : me);
     }
     if (finishes || C > 1) barrier_arrive(at.empty + in_flight * 8);
   }
@@ -344,9 +344,8 @@ void launch_decode(const DecodeChain& chain, const Launch& launch, const std::st
 // Over the planes of x and the presence of groups; one file per format instantiates it.
 template <WeightFormat F>
 void launch_decode_format(const DecodeChain& chain, int planes, const Launch& launch, const std::string& what) {
-  with_planes<F>(planes, chain.links[0].group_shift > 0, [&]<bool Grouped, int D>() {
-    launch_decode<F, Grouped, D>(chain, launch, what);
-  });
+  with_planes<F>(planes, chain.links[0].group_shift > 0,
+                 [&]<bool Grouped, int D>() { launch_decode<F, Grouped, D>(chain, launch, what); });
 }
 
 }  // namespace nibblelm::cuda

@@ -1,10 +1,10 @@
-// The kernel of linear for more than 16 rows of x: tiles of 256 rows of W by `Rows` rows of x, weights unpacked in
-// registers, sums exact within a slice of K (or a group) and added as the decode kernel adds them.
+// The kernel of linear for more than 16 rows of x: tiles of 128 or 256 rows of W by `Rows` rows of x, weights unpacked
+// in registers, sums exact within a slice of K (or a group) and added as the decode kernel adds them.
 //
 // W is the operand that comes from registers, x the one in shared memory, so that 17 rows of x are padded to 32 and not
-// to 64. A block has 16 warps that multiply, a strip of 16 rows of W each, and one that copies: stages of 128 bytes a
-// column of x (128 digits, or 64 halves) with the weights beside them, in a ring. A tile's K may be shared out over
-// blocks by whole slices, whose sums a second kernel adds.
+// to 64. Every warp has a strip of 16 rows of W, whose stages it copies to a ring of its own; the tile of x they share
+// comes in stages of 128 bytes a column (128 digits, or 64 halves), of which the warp that is the last to leave one
+// asks for the next. A tile's K may be shared out over blocks by whole slices, whose sums a second kernel adds.
 #pragma once
 
 #include "barrier.cuh"
@@ -50,6 +50,7 @@ struct TileRow {
     return g.sums + (slice * D + d) * g.p.padded_rows() + row;
   }
   __device__ __forceinline__ float* scale(int slice) const { return g.scales + slice * g.p.padded_rows() + row; }
+  __device__ __forceinline__ void store_total(float total) const { g.totals[row] = total; }
 };
 
 template <WeightFormat F, bool Grouped, int D>
@@ -72,212 +73,215 @@ __device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+// Of what the kernel is compiled for.
+template <WeightFormat F, bool Grouped, int D, int Rows>
+struct LargeShape {
+  static constexpr int kWarps{large_warps(F)};
+  static constexpr LargeLayout kLayout{large_layout(F, D, Grouped, Rows, kArchitecture == 0 ? 90 : kArchitecture)};
+  static constexpr int kRing{kLayout.ring < 2 ? 2 : kLayout.ring};  // where less fits the launcher takes another one
+  static constexpr int kStripBytes{large_strip_bytes(F)};
+  static constexpr int kStepStages{kStepK * Format<F>::kPlaneBytes / 128};
+};
+
 // What one block computes at a time: a tile, in the slices [first_slice, last_slice).
 struct LargeWork {
   int first_strip, token_tile, part, first_slice, last_slice;
 
   __device__ __forceinline__ LargeWork(const LargeArgs& g, int index) {
     const LargePlan& p = g.p;
-    const int tile = index / p.parts, slices = 1 << g.a.plan.slices_log;
+    const int tile = index / p.parts;
     part = index % p.parts;
     first_strip = tile / p.token_tiles * p.strips;
     token_tile = tile % p.token_tiles;
-    first_slice = part * slices / p.parts;
-    last_slice = (part + 1) * slices / p.parts;
+    first_slice = part * p.slices / p.parts;
+    last_slice = (part + 1) * p.slices / p.parts;
+  }
+  // Of this warp; beyond the last strip that one again, not stored.
+  __device__ __forceinline__ int strip(const LargeArgs& g) const {
+    return min(first_strip + static_cast<int>(threadIdx.x) / kWarp, g.a.strips - 1);
   }
 };
 
-// Slots, stages and parities of the ring, the same for those that fill it and those that empty it.
-struct RingPosition {
-  int slot{0}, parity{0};
-  __device__ __forceinline__ void next(int stages) {
-    if (++slot == stages) slot = 0, parity ^= 1;
+// The stage a ring ahead of what a block computes. All warps have the same.
+template <WeightFormat F, class Shape>
+struct LargeAhead {
+  int index;            // of the work
+  int left;             // stages of it; 0 behind the last one
+  int tile;             // number of the stage's tile of x
+  const uint8_t* from;  // this lane's weights of integer formats
+  int strip, column;    // of full ones
+
+  __device__ __forceinline__ void set(const LargeArgs& g, int work, int lane) {
+    index = work, left = 0;
+    if (index >= g.p.work) return;
+    const LargeWork w(g, index);
+    const int log = g.a.plan.slices_log, first = slice_begin(w.first_slice, log, g.a.steps) * Shape::kStepStages;
+    left = slice_begin(w.last_slice, log, g.a.steps) * Shape::kStepStages - first;
+    tile = w.token_tile * g.p.stages + first;
+    strip = w.strip(g), column = first * 128 + lane % 8 * 16;
+    from = g.a.data + (static_cast<int64_t>(strip) * g.a.steps + first) * Shape::kStripBytes + lane * 16;
   }
-};
+  __device__ __forceinline__ void next(const LargeArgs& g, int lane) {
+    if (left == 0) return;
+    ++tile, column += 128;
+    if (--left == 0) set(g, index + gridDim.x, lane);
+  }
 
-// The warp that copies.
-template <WeightFormat F>
-struct LargeProducer {
-  using Fmt = Format<F>;
-  static constexpr bool kBulk{kArchitecture >= 90};
-  static constexpr bool kBulkWeights{kBulk && Fmt::kInteger};
-  // Lanes that arrive with their own copies, and the one that expects the bulk ones.
-  static constexpr int kArrivals{(kBulkWeights ? 0 : kWarp) + (kBulk ? 1 : 0)};
-  static constexpr int kStripBytes{F == WeightFormat::int4 ? 1024 : 2048};  // of a stage
-  const LargeArgs& g;
-  uint32_t shared, full;  // shared addresses
-  int lane;
-
-  __device__ __forceinline__ void weights(const LargeWork& w, int stage, int slot) const {
+  // Asks for the strip's weights (to: a shared address); a group of copies, if an empty one.
+  __device__ __forceinline__ void copy_weights(const LargeArgs& g, uint32_t to, int lane) {
     const DecodeArgs& a = g.a;
-    const uint32_t to = shared + slot * g.p.slot_bytes + g.p.weights_at, barrier = full + slot * 8;
-    const int strips = min(g.p.strips, a.strips - w.first_strip);
-    if (kBulk && lane == 0) {
-      barrier_arrive_expect(barrier, g.p.tile_bytes + (kBulkWeights ? strips * kStripBytes : 0));
-    }
-    __syncwarp();
-    if constexpr (Fmt::kInteger) {
-      const uint8_t* const from = a.data + (static_cast<int64_t>(w.first_strip) * a.stages + stage) * kStripBytes;
-      if constexpr (kBulk) {
-        if (lane < strips) {
-          copy_bulk(to + lane * kStripBytes, from + static_cast<int64_t>(lane) * a.stages * kStripBytes, kStripBytes,
-                    barrier);
-        }
-      } else {
-#pragma unroll 1
-        for (int strip = 0; strip < strips; ++strip) {
+    if (left > 0) {
+      if constexpr (Format<F>::kInteger) {
 #pragma unroll
-          for (int i = 0; i < kStripBytes / 512; ++i) {
-            const int at = (i * kWarp + lane) * 16;
-            copy_async_16(to + strip * kStripBytes + at, from + static_cast<int64_t>(strip) * a.stages * kStripBytes + at);
-          }
+        for (int i = 0; i < Shape::kStripBytes / 512; ++i) copy_async_16(to + lane * 16 + i * 512, from + i * 512);
+        from += Shape::kStripBytes;
+      } else {  // 8 lanes to the 128 bytes of a row, odd rows with their halves swapped; rows beyond N repeat the last
+        const bool there = column < a.pitch_bytes;
+        const uint32_t at = to + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
+#pragma unroll
+        for (int i = 0; i < kStripRows / 4; ++i) {
+          const int64_t row = min(strip * kStripRows + 4 * i + lane / 8, a.n - 1);
+          copy_async_16_or_zeros(at + i * 512, a.data + row * a.pitch_bytes + (there ? column : 0), there);
         }
       }
-    } else {  // 8 lanes to the 128 bytes of a row, odd rows with their halves swapped; rows beyond N repeat the last
-      const int column = stage * 128 + lane % 8 * 16;
-      const uint32_t at = to + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
-      const uint8_t* const from = a.data + (column < a.pitch_bytes ? column : 0);
-#pragma unroll 8
-      for (int i = 0; i < g.p.strips * kStripRows / 4; ++i) {
-        const int row = min(w.first_strip * kStripRows + 4 * i + lane / 8, a.n - 1);
-        copy_async_16_or_zeros(at + i * 512, from + row * a.pitch_bytes, column < a.pitch_bytes);
-      }
     }
-  }
-
-  __device__ __forceinline__ void activations(const LargeWork& w, int stage, int slot) const {
-    const uint32_t to = shared + slot * g.p.slot_bytes, barrier = full + slot * 8;
-    const uint8_t* const from =
-        g.tiles + (static_cast<int64_t>(w.token_tile) * g.p.stages + stage) * static_cast<int64_t>(g.p.tile_bytes);
-    if constexpr (kBulk) {
-      if (lane == 0) copy_bulk(to, from, g.p.tile_bytes, barrier);
-    } else {
-#pragma unroll 4
-      for (int at = lane * 16; at < g.p.tile_bytes; at += kWarp * 16) copy_async_16(to + at, from + at);
-    }
-    if constexpr (!kBulkWeights) barrier_arrive_copies(barrier);
-  }
-
-  // Weights of the first stages come before the wait for what makes the activations.
-  __device__ __forceinline__ void run(uint32_t empty) const {
-    constexpr int kStepStages{kStepK * Fmt::kPlaneBytes / 128};
-    const int log = g.a.plan.slices_log, ring = g.p.ring_stages;
-    RingPosition at;
-    int made{0}, ahead{0};  // stages, and those of the first round whose weights are under way
-#pragma unroll 1
-    for (int index = blockIdx.x; index < g.p.work(); index += gridDim.x) {
-      const LargeWork w(g, index);
-      const int first = slice_begin(w.first_slice, log, g.a.steps) * kStepStages,
-                last = slice_begin(w.last_slice, log, g.a.steps) * kStepStages;
-      if (made == 0) {
-        ahead = min(ring, last - first);
-#pragma unroll 1
-        for (int i = 0; i < ahead; ++i) weights(w, first + i, i);
-        dependency_wait();
-        dependency_release();
-      }
-#pragma unroll 1
-      for (int stage = first; stage < last; ++stage, ++made) {
-        if (made >= ring) barrier_wait(empty + at.slot * 8, at.parity ^ 1);
-        if (made >= ahead) weights(w, stage, at.slot);
-        activations(w, stage, at.slot);
-        at.next(ring);
-      }
-    }
+    copy_async_commit();
   }
 };
+
+// Asks for a tile of x, by lane 0, or where there are no bulk copies by all lanes; arrives at `barrier`.
+__device__ __forceinline__ void copy_tile(const LargeArgs& g, int tile, uint32_t to, uint32_t barrier, int lane) {
+  const uint8_t* const from = g.tiles + static_cast<int64_t>(tile) * g.p.tile_bytes;
+  if constexpr (kArchitecture >= 90) {
+    if (lane == 0) {
+      barrier_arrive_expect(barrier, g.p.tile_bytes);
+      copy_bulk(to, from, g.p.tile_bytes, barrier);
+    }
+  } else {
+#pragma unroll 4
+    for (int at = lane * 16; at < g.p.tile_bytes; at += kWarp * 16) copy_async_16(to + at, from + at);
+    barrier_arrive_copies(barrier);
+  }
+}
+constexpr int kTileArrivals{kArchitecture >= 90 ? 1 : kWarp};
+
+// Counts a warp that has left a stage, by lane 0: the number of those before it. The last one starts anew. Nobody reads
+// the stage any more whose results are in registers: no fence is needed, which would wait for all copies under way.
+template <int Warps>
+__device__ __forceinline__ uint32_t leave(uint32_t counter, int lane) {
+  uint32_t before{0};
+  if (lane == 0) {
+    asm volatile("atom.relaxed.cta.shared.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "r"(counter), "n"(Warps - 1)
+                 : "memory");
+  }
+  return before;
+}
 
 // ---- a warp's strip --------------------------------------------------------------------------------------------
 
-// The scales and digit sums of a slice, for the rows of x of a tile: spread over the lanes, two neighbouring rows each.
-template <WeightFormat F, bool Grouped, int D, int Rows>
-struct SliceTerms {
-  static constexpr int kSums{Format<F>::kInteger && !Grouped ? D : 0};
+// A number for every row of x of a tile, spread over the lanes: two neighbouring rows each.
+template <int Rows>
+struct SpreadRows {
   static constexpr int kPieces{(Rows + 2 * kWarp - 1) / (2 * kWarp)};
-  float2 scale[kPieces];
-  int2 digits[kSums + 1][kPieces];
+  float2 value[kPieces];
 
-  __device__ __forceinline__ SliceTerms(const LargeArgs& g, int slice, int first_row, int lane) {
-    const int padded = g.p.padded_rows();
+  __device__ __forceinline__ SpreadRows(const float* from, int lane) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      const int row = first_row + (2 * kWarp * i + 2 * lane) % Rows;
-      scale[i] = *reinterpret_cast<const float2*>(g.scales + slice * padded + row);
-#pragma unroll
-      for (int d = 0; d < kSums; ++d) {
-        digits[d][i] = *reinterpret_cast<const int2*>(g.sums + (slice * D + d) * padded + row);
-      }
+      value[i] = *reinterpret_cast<const float2*>(from + (2 * kWarp * i + 2 * lane) % Rows);
     }
   }
   // For this lane's two rows of x in tile t of 8.
-  __device__ __forceinline__ void of_tile(int t, float (&scales)[2], int (&sums)[2][D]) const {
-    const int from = t % 8 * 4 + threadIdx.x % 4;
-    scales[0] = __shfl_sync(kAllLanes, scale[t / 8].x, from), scales[1] = __shfl_sync(kAllLanes, scale[t / 8].y, from);
-#pragma unroll
-    for (int d = 0; d < kSums; ++d) {
-      sums[0][d] = __shfl_sync(kAllLanes, digits[d][t / 8].x, from);
-      sums[1][d] = __shfl_sync(kAllLanes, digits[d][t / 8].y, from);
-    }
+  __device__ __forceinline__ float2 of_tile(int t, int lane) const {
+    const int from = t % 8 * 4 + lane % 4;
+    const float2 own = kPieces == 1 || t < 8 ? value[0] : value[kPieces - 1];
+    return make_float2(__shfl_sync(kAllLanes, own.x, from), __shfl_sync(kAllLanes, own.y, from));
   }
 };
 
-// Sums of a strip by `Rows` rows of x in D planes.
+// Sums of a strip by `Rows` rows of x in D planes. Element e of a tile of 8 rows of x: row e / 2 of the lane's two rows
+// of W, column e % 2 of its two rows of x.
 template <WeightFormat F, bool Grouped, int D, int Rows>
 struct LargeTile {
-  static constexpr int kTiles{Rows / 8};  // of 8 rows of x
+  static constexpr int kTiles{Rows / 8};
   typename Format<F>::Accumulator acc[D * kTiles][4];
   float sum[Grouped ? kTiles : 1][4];  // of the groups so far in this slice
 
-  // Element e of a tile of 8 rows of x: row e / 2 of the lane's two rows of W, column e % 2 of its two rows of x.
-  // Adds the scaled sums of a group. digits: of this lane's rows of x, a shared address.
-  __device__ __forceinline__ void end_group(RecordForm<F> form, const RowTerms (&rows)[2], uint32_t digits_at,
-                                            bool first) {
+  static constexpr int kHeld{2};  // tiles whose terms are asked for together
+
+  // Adds the scaled sums of a group. digits_at: of this lane's rows of x, a shared address.
+  template <bool Minimum>
+  __device__ __forceinline__ void end_group(const RowTerms (&rows)[2], uint32_t digits_at, bool first) {
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      int digits[kGroupWords<D>][2];
+    for (int t0 = 0; t0 < kTiles; t0 += kHeld) {
+      uint2 digits[kHeld][kGroupWords<D>];
 #pragma unroll
-      for (int d = 0; d < kGroupWords<D>; ++d) {
-        const uint2 pair = load_shared<uint2>(digits_at + (d * Rows + t * 8) * 4);
-        digits[d][0] = static_cast<int>(pair.x), digits[d][1] = static_cast<int>(pair.y);
+      for (int i = 0; i < kHeld * kGroupWords<D>; ++i) {
+        const int t = i / kGroupWords<D>, d = i % kGroupWords<D>;
+        digits[t][d] = load_shared<uint2>(digits_at + (d * Rows + (t0 + t) * 8) * 4);
       }
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const RowTerms& row = rows[e / 2];
-        float before = first ? 0.0f : sum[t][e];
-        if constexpr (D == 2) {
-          before = add_group(before, row, acc[t][e], acc[kTiles + t][e], digits[0][e % 2], form.has_minimum());
-        } else {
-          int raws[D], own[D];
+      for (int i = 0; i < kHeld * 4; ++i) {
+        const int t = t0 + i / 4, e = i % 4;
+        const float before = first ? 0.0f : sum[t][e];
+        int raws[D], own[D];
 #pragma unroll
-          for (int d = 0; d < D; ++d) raws[d] = acc[d * kTiles + t][e], own[d] = digits[d][e % 2];
-          before += scale_sums<D>(raws, own, row, 1.0f, form.has_minimum());
+        for (int d = 0; d < D; ++d) raws[d] = acc[d * kTiles + t][e];
+#pragma unroll
+        for (int d = 0; d < kGroupWords<D>; ++d) {
+          own[d] = static_cast<int>(e % 2 == 0 ? digits[i / 4][d].x : digits[i / 4][d].y);
         }
-        sum[t][e] = before;
+        if constexpr (D == 2) {
+          sum[t][e] = add_group(before, rows[e / 2], raws[0], raws[1], own[0], Minimum);
+        } else {
+          sum[t][e] = before + scale_group<D>(raws, own, rows[e / 2], Minimum);
+        }
       }
     }
   }
 
-  // The sums of a slice in tile t of 8 rows of x, scaled.
-  __device__ __forceinline__ void slice_values(const SliceTerms<F, Grouped, D, Rows>& terms, int t,
-                                               const RowTerms (&rows)[2], bool has_minimum, float (&value)[4]) const {
-    float scale[2];
-    int digits[2][D];
-    terms.of_tile(t, scale, digits);
+  // Adds the sums of a slice to those of the slices before it, at `totals` (a shared address). Whole: two digits fit
+  // int32 together, whose value join_digits rounds.
+  template <bool Whole>
+  __device__ __forceinline__ void add_slice(const SpreadRows<Rows>& scales, uint32_t totals, int lane) const {
+    constexpr int kStep{LargeShape<F, Grouped, D, Rows>::kWarps * kWarp * 16};
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if constexpr (Grouped) {
-        value[e] = __fmul_rn(sum[t][e], scale[e % 2]);
-      } else if constexpr (Format<F>::kInteger) {
-        int raws[D];
+    for (int t0 = 0; t0 < kTiles; t0 += kHeld) {
+      float2 scale[kHeld];
+      float4 total[kHeld];
 #pragma unroll
-        for (int d = 0; d < D; ++d) raws[d] = acc[d * kTiles + t][e];
-        value[e] = scale_sums<D>(raws, digits[e % 2], rows[e / 2], scale[e % 2], has_minimum);
-      } else {
-        float total{0.0f};  // the smallest terms first
-#pragma unroll
-        for (int d = D - 1; d >= 0; --d) total += acc[d * kTiles + t][e];
-        value[e] = __fmul_rn(total, scale[e % 2]);
+      for (int i = 0; i < kHeld; ++i) {
+        total[i] = load_shared<float4>(totals + (t0 + i) * kStep);
+        scale[i] = scales.of_tile(t0 + i, lane);
       }
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const int t = t0 + i;
+        float value[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if constexpr (Grouped) {
+            value[e] = sum[t][e];
+          } else if constexpr (Whole) {
+            value[e] = static_cast<float>(acc[t][e] * 256 + acc[kTiles + t][e]);
+          } else if constexpr (Format<F>::kInteger) {
+            int raws[D];
+#pragma unroll
+            for (int d = 0; d < D; ++d) raws[d] = acc[d * kTiles + t][e];
+            value[e] = join_digits<D>(raws);
+          } else {
+            value[e] = 0.0f;  // the smallest terms first
+#pragma unroll
+            for (int d = D - 1; d >= 0; --d) value[e] += acc[d * kTiles + t][e];
+          }
+        }
+        total[i].x = fmaf(value[0], scale[i].x, total[i].x), total[i].y = fmaf(value[1], scale[i].y, total[i].y);
+        total[i].z = fmaf(value[2], scale[i].x, total[i].z), total[i].w = fmaf(value[3], scale[i].y, total[i].w);
+      }
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) store_shared(totals + (t0 + i) * kStep, total[i]);
     }
   }
 };
@@ -288,7 +292,7 @@ struct WeightPieces {
   static constexpr int kPieces{F == WeightFormat::int4 ? 1 : 2};
   uint4 piece[kPieces];
 
-  __device__ __forceinline__ WeightPieces(uint32_t strip, int u, int lane) {
+  __device__ __forceinline__ void read(uint32_t strip, int u, int lane) {
     if constexpr (Format<F>::kInteger) {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) piece[i] = load_shared<uint4>(strip + (u * kPieces + i) * 512 + lane * 16);
@@ -336,10 +340,24 @@ __device__ __forceinline__ void multiply_sync(typename Format<F>::Accumulator (&
 
 // ---- results ---------------------------------------------------------------------------------------------------
 
-// Stores a tile of 8 rows of x from `row` on, with the biases added. All lanes together.
-__device__ __forceinline__ void store_tile(const LargeArgs& g, int strip, int row, const float4& sum,
-                                           const float (&bias)[2], int lane) {
+// The terms of this lane's rows of a strip with one scale a row.
+template <WeightFormat F>
+__device__ __forceinline__ void read_row_terms(const DecodeArgs& a, int strip, int lane, RowTerms (&rows)[2]) {
+  const uint8_t* const record = a.records + static_cast<int64_t>(strip) * a.record_bytes;
+  read_record<F>(RecordForm<F>(a), lane / 4, rows,
+                 [&]<class T>(int at) { return __ldg(reinterpret_cast<const T*>(record + at)); });
+}
+
+// Stores a tile of 8 rows of x from `row` on: what the sums of all slices give. x: the sums of this lane's two rows of
+// x. All lanes together.
+template <bool PerRow>
+__device__ __forceinline__ void store_tile(const LargeArgs& g, int strip, int row, float4 sum,
+                                           const RowTerms (&rows)[2], float2 x, const float (&bias)[2], int lane) {
   const DecodeArgs& a = g.a;
+  if constexpr (PerRow) {
+    sum.x = finish_row(rows[0], a.has_minimum, sum.x, x.x), sum.y = finish_row(rows[0], a.has_minimum, sum.y, x.y);
+    sum.z = finish_row(rows[1], a.has_minimum, sum.z, x.x), sum.w = finish_row(rows[1], a.has_minimum, sum.w, x.y);
+  }
   const float value[4]{sum.x + bias[0], sum.y + bias[0], sum.z + bias[1], sum.w + bias[1]};
   const int n = strip * kStripRows, outputs = a.swiglu ? 8 : kStripRows;
   if (a.y_dtype == DType::bf16 && g.p.paired_stores && n + kStripRows <= a.n) {
@@ -365,205 +383,273 @@ __device__ __forceinline__ void store_tile(const LargeArgs& g, int strip, int ro
   if (m + 1 < g.rows) store_rows(a, strip, lane, m + 1, value[1], value[3]);
 }
 
-// Sums of one tile, in one slot of the partials: [tile of 8 rows of x][thread], four floats each.
-__device__ __forceinline__ float4* partial_at(const LargeArgs& g, int tile, int slot, int t) {
-  const int64_t tiles = g.p.rows / 8, at = static_cast<int64_t>(tile) * g.p.slots() + slot;
-  return reinterpret_cast<float4*>(g.partials) + (at * tiles + t) * g.p.threads() + threadIdx.x;
+// Sums of one strip by 8 rows of x, four floats a lane, in one slot of the partials. `strip`: counted in the tile.
+__device__ __forceinline__ float4* partial_at(const LargeArgs& g, int tile, int slot, int t, int strip, int lane) {
+  const int64_t at = (static_cast<int64_t>(tile) * g.p.slots() + slot) * (g.p.rows / 8) + t;
+  return reinterpret_cast<float4*>(g.partials) + (at * g.p.strips + strip) * kWarp + lane;
 }
 
-// Adds the slices of tiles whose K was shared out: slot 0 has those of the first part, the others one each.
-template <int Unused = 0>
+// Adds the slices of tiles whose K was shared out: slot 0 has those of the first part, the others one each, over its
+// scale.
+template <WeightFormat F, bool Grouped>
 __global__ void __launch_bounds__(512) linear_merge_kernel(const __grid_constant__ LargeArgs g) {
+  constexpr bool kPerRow{Format<F>::kInteger && !Grouped};
   dependency_wait();
   dependency_release();
-  const int tile = blockIdx.x, t = blockIdx.y, lane = threadIdx.x % kWarp;
-  const int strip = tile / g.p.token_tiles * g.p.strips + threadIdx.x / kWarp;
+  const int tile = blockIdx.x, t = blockIdx.y, lane = threadIdx.x % kWarp, in_tile = threadIdx.x / kWarp;
+  const int strip = tile / g.p.token_tiles * g.p.strips + in_tile, row = tile % g.p.token_tiles * g.p.rows + t * 8;
   if (strip >= g.a.strips) return;
+  const int slots = g.p.slots(), first_slice = g.p.slices - slots;  // slot s has slice first_slice + s
   float4 part[kMaxSlices];
+  float2 scale[kMaxSlices];
 #pragma unroll
   for (int s = 0; s < kMaxSlices; ++s) {
-    if (s < g.p.slots()) part[s] = *partial_at(g, tile, s, t);
+    if (s >= slots) continue;
+    part[s] = *partial_at(g, tile, s, t, in_tile, lane);
+    scale[s] = *reinterpret_cast<const float2*>(g.scales + (first_slice + s) * g.p.padded_rows() + row + lane % 4 * 2);
   }
+  RowTerms rows[2]{};
+  if constexpr (kPerRow) read_row_terms<F>(g.a, strip, lane, rows);
+  float bias[2];
+  load_bias(g.a, strip, lane, bias);
   float4 sum = part[0];
 #pragma unroll
   for (int s = 1; s < kMaxSlices; ++s) {
-    if (s < g.p.slots()) sum.x += part[s].x, sum.y += part[s].y, sum.z += part[s].z, sum.w += part[s].w;
+    if (s >= slots) continue;
+    sum.x = fmaf(part[s].x, scale[s].x, sum.x), sum.y = fmaf(part[s].y, scale[s].y, sum.y);
+    sum.z = fmaf(part[s].z, scale[s].x, sum.z), sum.w = fmaf(part[s].w, scale[s].y, sum.w);
   }
-  float bias[2];
-  load_bias(g.a, strip, lane, bias);
-  store_tile(g, strip, tile % g.p.token_tiles * g.p.rows + t * 8, sum, bias, lane);
+  float2 x{};
+  if constexpr (kPerRow) x = *reinterpret_cast<const float2*>(g.totals + row + lane % 4 * 2);
+  store_tile<kPerRow>(g, strip, row, sum, rows, x, bias, lane);
 }
 
 // ---- kernel ----------------------------------------------------------------------------------------------------
 
-// Moves registers of a block (96 a thread, or 168) from the warps that copy to those that multiply. What is asked for in
-// all must not exceed what the block was launched with: it would wait for ever.
-template <int Registers, bool More>
-__device__ __forceinline__ void take_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (More) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Registers));
-  } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Registers));
-  }
-#endif
-}
+// Groups of weights a kernel is compiled for.
+enum class Groups : int { none, any, simple };  // simple: of 128, with scales of 16 bits and no minimum
 
-// By a warp that multiplies its strip of every tile of the block.
-template <WeightFormat F, bool Grouped, int D, int Rows, int Strips, bool Wgmma>
-__device__ __forceinline__ void multiply_tiles(const LargeArgs& g, uint8_t* shared, uint32_t full, uint32_t empty) {
+// A simple group's scales and zero-points of the lane's rows of a strip: asked for before its products, used behind
+// them.
+template <WeightFormat F>
+struct SimpleTerms {
+  uint32_t scales;
+  int zeros;
+
+  __device__ __forceinline__ void read(RecordForm<F> form, const uint8_t* record, int lane) {
+    scales = __ldg(reinterpret_cast<const uint32_t*>(record) + lane / 4);
+    zeros = form.default_zero() * (F == WeightFormat::int4 ? 0x11 : 0x101);
+    if (form.has_zero()) zeros = __ldg(reinterpret_cast<const ZeroPair<F>*>(record + 2 * kStripRows) + lane / 4);
+  }
+  __device__ __forceinline__ void rows(RecordForm<F> form, RowTerms (&rows)[2]) const {
+    unpack_pair(scales, form.brain(), rows[0].scale, rows[1].scale);
+    rows[0].zero = zero_of<F>(zeros, 0), rows[1].zero = zero_of<F>(zeros, 1);
+  }
+};
+
+template <WeightFormat F, Groups G, int D, int Rows, bool Wgmma>
+__global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows>::kWarps* kWarp, 1)
+    linear_large_kernel(const __grid_constant__ LargeArgs g) {
+  constexpr bool kGrouped{G != Groups::none};
   using Fmt = Format<F>;
-  using Tile = LargeTile<F, Grouped, D, Rows>;
-  using Producer = LargeProducer<F>;
-  constexpr int kStepStages{kStepK * Fmt::kPlaneBytes / 128}, kThreads{Strips * kWarp};
+  using Shape = LargeShape<F, kGrouped, D, Rows>;
+  using Tile = LargeTile<F, kGrouped, D, Rows>;
+  constexpr int kWarps{Shape::kWarps}, kRing{Shape::kRing}, kStripBytes{Shape::kStripBytes};
+  constexpr int kSlotBytes{Shape::kLayout.slot_bytes}, kTileStep{kWarps * kWarp * 16};
+  extern __shared__ __align__(1024) uint8_t shared[];
   const LargePlan& p = g.p;
   const DecodeArgs& a = g.a;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const uint32_t base = shared_address(shared);
+  const int lane = keep(static_cast<int>(threadIdx.x % kWarp)), warp = threadIdx.x / kWarp;
+  const uint32_t base = shared_address(shared), full = base + Shape::kLayout.barriers_at, left = full + kRing * 8;
+  const uint32_t weights = keep(base + Shape::kLayout.weights_at + warp * kRing * kStripBytes);
+  if (threadIdx.x < kRing) {
+    barrier_init(full + threadIdx.x * 8, kTileArrivals);
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(left + threadIdx.x * 4), "r"(0) : "memory");
+    barrier_init_fence();
+  }
+  LargeAhead<F, Shape> ahead;
+  ahead.set(g, blockIdx.x, lane);
+  LargeAhead<F, Shape> first_tiles = ahead;
+#pragma unroll 1
+  for (int i = 0; i < kRing; ++i) {  // weights: the step does not change them
+    ahead.copy_weights(g, weights + i * kStripBytes, lane);
+    ahead.next(g, lane);
+  }
+  __syncthreads();
   dependency_wait();
+  dependency_release();
+  if (warp == 0) {
+#pragma unroll 1
+    for (int i = 0; i < kRing && first_tiles.left > 0; ++i) {
+      copy_tile(g, first_tiles.tile, base + i * kSlotBytes, full + i * 8, lane);
+      first_tiles.next(g, lane);
+    }
+  }
 
   const RecordForm<F> form(a);
-  const int group_shift = Grouped ? a.group_shift : 0;
-  RingPosition at;
+  const int group_shift = kGrouped ? a.group_shift : 0;
+  int slot{0}, parity{0};
+  int held{-1}, due{-1};  // the slot whose products are still under way, and the tile that comes there
+  uint32_t before{0};     // warps that had left it
+  const auto release = [&] {
+    if constexpr (!Wgmma) __syncwarp();
+    if (held >= 0) before = leave<kWarps>(left + held * 4, lane);
+  };
+  const auto refill = [&] {
+    if (held < 0) return;
+    if constexpr (kArchitecture < 90) before = __shfl_sync(kAllLanes, before, 0);
+    if (before == kWarps - 1 && due >= 0) copy_tile(g, due, base + held * kSlotBytes, full + held * 8, lane);
+    held = -1;
+  };
 #pragma unroll 1
-  for (int index = blockIdx.x; index < p.work(); index += gridDim.x) {
+  for (int index = blockIdx.x; index < p.work; index += gridDim.x) {
     const LargeWork w(g, index);
-    const int strip = min(w.first_strip + warp, a.strips - 1);  // beyond the last one: computed, not stored
-    const uint8_t* record = a.records + static_cast<int64_t>(strip) * a.groups * a.record_bytes;
-    RowTerms rows[2]{};
-    const auto read_terms = [&](const uint8_t* from) {
-      read_record<F>(form, lane / 4, rows, [&]<class T>(int offset) { return __ldg(reinterpret_cast<const T*>(from + offset)); });
-    };
+    int begin = slice_begin(w.first_slice, a.plan.slices_log, a.steps);
 #pragma unroll 1
     for (int slice = w.first_slice; slice < w.last_slice; ++slice) {
-      const int begin = slice_begin(slice, a.plan.slices_log, a.steps),
-                stages = (slice_begin(slice + 1, a.plan.slices_log, a.steps) - begin) * kStepStages;
+      const int end = slice_begin(slice + 1, a.plan.slices_log, a.steps), steps = end - begin,
+                stages = steps * Shape::kStepStages;
       Tile tile;
+      SimpleTerms<F> simple_terms;
+      const uint8_t* record = nullptr;  // of the next group
+      if constexpr (kGrouped) {
+        const int group = begin * kStepK >> group_shift;
+        record = a.records + (static_cast<int64_t>(w.strip(g)) * a.groups + group) * a.record_bytes;
+      }
       bool add_to{false}, first_group{true};  // to the sums of the slice, or of the group
-      int held{-1};                           // slot of the stage before, still being read
-      const auto release = [&] {
-        if constexpr (Wgmma) wgmma_wait();
-        __syncwarp();
-        if (held >= 0 && lane == 0) barrier_arrive(empty + held * 8);
-        held = -1;
-      };
 #pragma unroll 1
       for (int stage = 0; stage < stages; ++stage) {
-        const uint32_t slot = base + at.slot * p.slot_bytes;
-        const uint32_t codes = slot + p.weights_at + warp * Producer::kStripBytes;
-        int group{0};  // of the stage
+        const uint32_t x = base + slot * kSlotBytes, codes = weights + slot * kStripBytes;
+        uint32_t digits = x + D * Rows * 128 + lane % 4 * 8;  // sums of the next group's
         const auto end_group = [&] {
-          if constexpr (Grouped) {
-            if constexpr (Wgmma) wgmma_commit(), wgmma_wait();
-            read_terms(record + ((((begin + stage) * kStepK) >> group_shift) + group) * a.record_bytes);
-            tile.end_group(form, rows, slot + D * Rows * 128 + (group * kGroupWords<D> * Rows + lane % 4 * 2) * 4,
-                           first_group);
+          if constexpr (kGrouped) {
+            RowTerms rows[2]{};
+            if constexpr (G == Groups::simple) {
+              simple_terms.rows(form, rows);
+            } else {
+              read_record<F>(form, lane / 4, rows,
+                             [&]<class T>(int at) { return __ldg(reinterpret_cast<const T*>(record + at)); });
+              record += a.record_bytes;
+            }
+            if constexpr (Wgmma) wgmma_commit(), wgmma_wait<0>();
+            G == Groups::any&& form.has_minimum() ? tile.template end_group<true>(rows, digits, first_group)
+                                                  : tile.template end_group<false>(rows, digits, first_group);
             first_group = false, add_to = false;
-            ++group;
+            digits += kGroupWords<D> * Rows * 4;
           }
         };
-        barrier_wait(full + at.slot * 8, at.parity);
-#pragma unroll
-        for (int u = 0; u < 2; ++u) {
-          const WeightPieces<F> pieces(codes, u, lane);
-          if (u == 0) {
-            release();
-          } else if constexpr (Wgmma) {
-            wgmma_wait();
-          }
-          uint32_t words[2][4];
-          pieces.unpack(words);
-          if constexpr (Wgmma) wgmma_fence();
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            if constexpr (Wgmma) {
-              const uint64_t descriptor = wgmma_descriptor(slot + (u * 2 + i) * 32);
-              if constexpr (Fmt::kInteger) {
-                wgmma(tile.acc, words[i], descriptor, add_to);
-              } else {
-                wgmma<F == WeightFormat::f16>(tile.acc, words[i], descriptor, add_to);
-              }
-            } else {
-              multiply_sync<F>(tile.acc, words[i], slot, u * 2 + i, add_to, lane);
-            }
-            add_to = true;
-            if (Grouped && (group_shift == 5 || (i == 1 && (group_shift == 6 || u == 1)))) {
-              end_group();
-              if (Wgmma && i == 0) wgmma_fence();
-            }
-          }
-          if constexpr (Wgmma) wgmma_commit();
+        if constexpr (G == Groups::simple) {
+          simple_terms.read(form, record, lane);
+          record += a.record_bytes;
         }
-        held = at.slot;
-        at.next(p.ring_stages);
+        copy_async_wait<kRing - 1>();
+        if constexpr (!Fmt::kInteger) __syncwarp();  // other lanes copied part of what this one reads
+        barrier_wait(full + slot * 8, parity);
+        const uint64_t descriptor = Wgmma ? wgmma_descriptor(x) : 0;
+        uint32_t words[2][2][4];
+        {
+          // Nibbles are read before the wait, into registers of their own; what is not unpacked is read where products
+          // under way have their operands.
+          WeightPieces<F> pieces[2];
+          if constexpr (Wgmma && F != WeightFormat::int4) wgmma_wait<0>();
+          pieces[0].read(codes, 0, lane), pieces[1].read(codes, 1, lane);
+          if constexpr (Wgmma && F == WeightFormat::int4) wgmma_wait<0>();
+          release();  // the stage before
+          pieces[0].unpack(words[0]), pieces[1].unpack(words[1]);
+        }
+        if constexpr (Wgmma) wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // products of 32 bytes of every column
+          if constexpr (!Wgmma) {
+            multiply_sync<F>(tile.acc, words[i / 2][i % 2], x, i, add_to, lane);
+          } else if constexpr (Fmt::kInteger) {
+            wgmma(tile.acc, words[i / 2][i % 2], descriptor + i * 2, add_to);
+          } else {
+            wgmma<F == WeightFormat::f16>(tile.acc, words[i / 2][i % 2], descriptor + i * 2, add_to);
+          }
+          add_to = true;
+          if (G == Groups::simple ? i == 3
+                                  : kGrouped && (group_shift == 5 || (i % 2 == 1 && (group_shift == 6 || i == 3)))) {
+            end_group();
+            if (Wgmma && i < 3) wgmma_fence();
+          }
+        }
+        if constexpr (Wgmma) wgmma_commit();
+        refill();
+        if constexpr (!Fmt::kInteger) __syncwarp();  // all have read the slot
+        ahead.copy_weights(g, codes, lane);
+        due = ahead.left > 0 ? ahead.tile : -1, held = slot;
+        ahead.next(g, lane);
+        if (++slot == kRing) slot = 0, parity ^= 1;
       }
+      begin = end;
+      // The slices of the first part are added here, those of others elsewhere.
+      const bool apart = w.part > 0, done = apart || slice == w.last_slice - 1;
+      SpreadRows<Rows> scales(g.scales + slice * p.padded_rows() + w.token_tile * Rows, lane);
+      const uint32_t totals = base + Shape::kLayout.totals_at + threadIdx.x * 16;
+      if (slice == w.first_slice || apart) {
+#pragma unroll
+        for (int t = 0; t < Tile::kTiles; ++t)
+          store_shared(totals + t * kTileStep, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+      }
+      if constexpr (Wgmma) wgmma_wait<0>();
       release();
-      // What follows is asked for only now: registers are short while the sums grow.
-      const uint32_t totals = base + p.totals_at + threadIdx.x * 16;
-      const bool first = slice == w.first_slice || w.part > 0;
-      const SliceTerms<F, Grouped, D, Rows> terms(g, slice, w.token_tile * Rows, lane);
-      if constexpr (Fmt::kInteger && !Grouped) read_terms(record);
+      refill();
+      if (apart) {
 #pragma unroll
-      for (int t = 0; t < Tile::kTiles; ++t) {
-        float value[4];
-        tile.slice_values(terms, t, rows, form.has_minimum(), value);
-        const uint32_t total = totals + t * kThreads * 16;
-        if (!first) {
-          const float4 before = load_shared<float4>(total);
-          value[0] = before.x + value[0], value[1] = before.y + value[1];
-          value[2] = before.z + value[2], value[3] = before.w + value[3];
-        }
-        store_shared(total, make_float4(value[0], value[1], value[2], value[3]));
+        for (float2& scale : scales.value) scale = make_float2(1.0f, 1.0f);
       }
-      if (w.first_strip + warp >= a.strips || (w.part == 0 && slice < w.last_slice - 1)) continue;
+      // Two digits of int4 codes fit int32 together in up to 4,096 columns.
+      constexpr bool kMayBeWhole{F == WeightFormat::int4 && !kGrouped && D == 2};
+      if (kMayBeWhole && steps * kStepK <= 4096) {
+        tile.template add_slice<kMayBeWhole>(scales, totals, lane);
+      } else {
+        tile.template add_slice<false>(scales, totals, lane);
+      }
+      const int strip = w.first_strip + warp;
+      if (!done || strip >= a.strips) continue;
+      constexpr bool kPerRow{Fmt::kInteger && !kGrouped};
+      RowTerms rows[2]{};
+      if constexpr (kPerRow) {
+        read_row_terms<F>(a, strip, lane, rows);
+        scales = SpreadRows<Rows>(g.totals + w.token_tile * Rows, lane);  // the sums of the rows of x
+      }
       float bias[2];
       load_bias(a, strip, lane, bias);
 #pragma unroll 1
       for (int t = 0; t < Tile::kTiles; ++t) {
-        const float4 sum = load_shared<float4>(totals + t * kThreads * 16);
+        const float4 sum = load_shared<float4>(totals + t * kTileStep);
+        const float2 x = scales.of_tile(t, lane);
         if (p.parts > 1) {
-          *partial_at(g, index / p.parts, p.slot_of(slice), t) = sum;
+          *partial_at(g, index / p.parts, p.slot_of(slice), t, warp, lane) = sum;
         } else {
-          store_tile(g, strip, w.token_tile * Rows + t * 8, sum, bias, lane);
+          store_tile<kPerRow>(g, strip, w.token_tile * Rows + t * 8, sum, rows, x, bias, lane);
         }
       }
     }
-  }
-}
-
-template <WeightFormat F, bool Grouped, int D, int Rows, int Strips, bool Wgmma>
-__global__ void __launch_bounds__(Strips* kWarp + 128, 1) linear_large_kernel(const __grid_constant__ LargeArgs g) {
-  using Producer = LargeProducer<F>;
-  extern __shared__ __align__(1024) uint8_t shared[];
-  const uint32_t base = shared_address(shared), full = base + g.p.barriers_at, empty = full + g.p.ring_stages * 8;
-  if (threadIdx.x == 0) {
-#pragma unroll 1
-    for (int i = 0; i < g.p.ring_stages; ++i) {
-      barrier_init(full + i * 8, Producer::kArrivals);
-      barrier_init(empty + i * 8, Strips);
-    }
-    barrier_init_fence();
-  }
-  __syncthreads();
-  if (threadIdx.x >= Strips * kWarp) {
-    take_registers<24, false>();
-    if (threadIdx.x < (Strips + 1) * kWarp) Producer{g, base, full, static_cast<int>(threadIdx.x % kWarp)}.run(empty);
-  } else {
-    take_registers<Strips == 16 ? 112 : 240, true>();
-    multiply_tiles<F, Grouped, D, Rows, Strips, Wgmma>(g, shared, full, empty);
   }
 }
 
 // ---- launcher --------------------------------------------------------------------------------------------------
 
+template <WeightFormat F, Groups G, int D, int Rows>
+void launch_large(const LargeArgs& g, const Launch& launch, const std::string& what) {
+  const auto kernel = g.p.wgmma ? linear_large_kernel<F, G, D, Rows, true> : linear_large_kernel<F, G, D, Rows, false>;
+  launch_kernel(
+      launch, [&] { return what; }, kernel, dim3(std::min(g.p.work, g.p.most_blocks)), dim3(g.p.strips * kWarp),
+      g.p.shared_bytes, g);
+}
+
 template <WeightFormat F, bool Grouped, int D, int Rows>
 void launch_large(const LargeArgs& g, const Launch& launch, const std::string& what) {
-  constexpr int kStrips{large_strips(F, D, Grouped, Rows)};
-  const auto kernel = g.p.wgmma ? linear_large_kernel<F, Grouped, D, Rows, kStrips, true>
-                                : linear_large_kernel<F, Grouped, D, Rows, kStrips, false>;
-  launch_kernel(
-      launch, [&] { return what; }, kernel, dim3(std::min(g.p.work(), g.p.most_blocks)), dim3(g.p.threads() + 128),
-      g.p.shared_bytes, g);
+  const DecodeArgs& a = g.a;
+  if constexpr (!Grouped) {
+    launch_large<F, Groups::none, D, Rows>(g, launch, what);
+  } else if (a.group_shift == 7 && a.scale_dtype != DType::f32 && !a.has_minimum) {
+    launch_large<F, Groups::simple, D, Rows>(g, launch, what);
+  } else {
+    launch_large<F, Groups::any, D, Rows>(g, launch, what);
+  }
 }
 
 template <WeightFormat F>
@@ -577,11 +663,11 @@ void launch_large_format(const LargeArgs& g, int planes, const Launch& launch, c
       g.p.rows == kFew ? launch_large<F, Grouped, D, kFew>(g, launch, what)
                        : launch_large<F, Grouped, D, kMany>(g, launch, what);
     }
+    if (g.p.slots() > 1) {
+      launch_kernel(launch, text, linear_merge_kernel<F, Grouped>, dim3(g.p.row_tiles * g.p.token_tiles, g.p.rows / 8),
+                    dim3(g.p.strips * kWarp), 0, g);
+    }
   });
-  if (g.p.slots() > 1) {
-    launch_kernel(launch, text, linear_merge_kernel<>, dim3(g.p.row_tiles * g.p.token_tiles, g.p.rows / 8),
-                  dim3(g.p.threads()), 0, g);
-  }
 }
 
 }  // namespace nibblelm::cuda

@@ -5,7 +5,7 @@
 // short, not wide.
 #pragma once
 
-#include "linear_planes.cuh"
+#include "linear_records.cuh"
 #include "norm_sum.cuh"
 
 namespace nibblelm::cuda {
@@ -20,6 +20,7 @@ struct RowScratch {
   static_assert(kStepK == 8 * kNormLanes);
   uint32_t largest[kDecodeWarps];
   int sums[kMaxSlices * D];
+  float scales[kMaxSlices];
 };
 static_assert(sizeof(RowScratch<3>) <= kDecodeWarps * kStripRows * sizeof(float));  // what the sums of one row take
 
@@ -48,7 +49,8 @@ struct ImageRow {
   int first_column;
   uint8_t* image;
   int row;
-  const DecodePlan& p;
+  const DecodeArgs& a;
+  const DecodePlan& p{a.plan};
 
   __device__ __forceinline__ void store(int k, const PlaneWords<F, D>& words) const {
     store_planes<F, D>(planes + plane_offset<F, D>(k - first_column), words);
@@ -63,7 +65,27 @@ struct ImageRow {
   __device__ __forceinline__ float* scale(int slice) const {
     return reinterpret_cast<float*>(image + p.scales_at) + (slice & (p.block_slices() - 1)) * C + row;
   }
+  __device__ __forceinline__ void store_total(float total) const {
+    for (int part = 0; part < p.parts(); ++part) {
+      reinterpret_cast<float*>(a.images + part * p.image_bytes + p.totals_at)[row] = total;
+    }
+  }
 };
+
+// The sum of a row of x from its slices' digit sums and scales, which are `digit_step` and `scale_step` apart.
+template <int D>
+__device__ __forceinline__ float row_total(const int* digits, int digit_step, const float* scales, int scale_step,
+                                           int slices) {
+  float total{0.0f};
+#pragma unroll 1
+  for (int slice = 0; slice < slices; ++slice) {
+    int own[D];
+#pragma unroll
+    for (int d = 0; d < D; ++d) own[d] = digits[(slice * D + d) * digit_step];
+    total = fmaf(join_digits<D>(own), scales[slice * scale_step], total);
+  }
+  return total;
+}
 
 __device__ __forceinline__ float squares(const Chunk<false>& chunk) {
   float v[8], sum{0.0f};
@@ -161,20 +183,24 @@ __device__ __forceinline__ void add_digits(const int (&total)[D], int* slice_sum
   }
 }
 
-// By the whole block: what its warps have added up goes to its place.
+// By the whole block: what its warps have added up goes to its place. `whole`: the block has all slices of the row.
 template <int D, class To>
-__device__ __forceinline__ void put_slice_sums(const WarpShare& share, const RowScratch<D>& scratch, const To& to) {
+__device__ __forceinline__ void put_slice_sums(const WarpShare& share, const RowScratch<D>& scratch, const To& to,
+                                               bool whole) {
   const int lane = threadIdx.x % kWarp;
   __syncthreads();
   if (share.sub == 0 && lane < D) *to.slice_sum(share.slice, lane) = scratch.sums[share.slice * D + lane];
+  if (whole && threadIdx.x == 0) {
+    to.store_total(row_total<D>(scratch.sums, 1, scratch.scales, 1, kDecodeWarps / share.subs));
+  }
 }
 
 // One row, or what a block takes of it, by the whole block. `stage`: where bf16 activations wait for their scale, from
 // column 0 on: for an image in shared memory the very place of their planes, which are as large. The block synchronizes
-// before it uses the result.
+// before it uses the result. `to_memory`: it has all slices, and the row's sum is wanted too.
 template <WeightFormat F, bool Grouped, int D, bool Aligned, class To>
 __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const WarpShare& share,
-                                            RowScratch<D>& scratch, const To& to, uint8_t* stage) {
+                                            RowScratch<D>& scratch, const To& to, uint8_t* stage, bool to_memory) {
   constexpr bool kFloat{kFloatActivations<F, D>}, kScaled{Format<F>::kScaled}, kSummed{Format<F>::kInteger && !Grouped};
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const auto put_largest = [&](uint32_t largest) {
@@ -198,7 +224,7 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
     largest = scratch.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
     inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
-  if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scale;
+  if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scratch.scales[share.slice] = scale;
   int total[D]{};
 #pragma unroll 1
   for (int k = share.begin(); k - 8 * lane < share.last; k += share.step()) {  // all lanes together
@@ -214,7 +240,7 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
   }
   if constexpr (kSummed) {
     add_digits<D>(total, scratch.sums + share.slice * D);
-    put_slice_sums<D>(share, scratch, to);
+    put_slice_sums<D>(share, scratch, to, to_memory);
   }
 }
 
@@ -265,7 +291,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
     largest = scratch.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
     inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
-  if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scale;
+  if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scratch.scales[share.slice] = scale;
   int total[D]{};
 #pragma unroll
   for (int r = 0; r < R; ++r) {
@@ -289,13 +315,13 @@ __device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const War
       a.plan.row_rounds == 1
           ? prepare_short_row<F, Grouped, D, 1>(a, row, share, scratch, to, scratch.sums, wait)
           : prepare_short_row<F, Grouped, D, kMostRounds>(a, row, share, scratch, to, scratch.sums, wait);
-      if constexpr (Format<F>::kInteger && !Grouped) put_slice_sums<D>(share, scratch, to);
+      if constexpr (Format<F>::kInteger && !Grouped) put_slice_sums<D>(share, scratch, to, true);
       return;
     }
   }
   wait();
-  a.x_aligned ? prepare_row<F, Grouped, D, true>(a, row, share, scratch, to, stage)
-              : prepare_row<F, Grouped, D, false>(a, row, share, scratch, to, stage);
+  a.x_aligned ? prepare_row<F, Grouped, D, true>(a, row, share, scratch, to, stage, true)
+              : prepare_row<F, Grouped, D, false>(a, row, share, scratch, to, stage, true);
 }
 
 // Shared memory of a kernel that calls it.
@@ -317,8 +343,8 @@ __global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __g
             begin = share.first / kStepK - first_step;
   const int at = p.planes_of(share.slice & (p.block_slices() - 1), row, begin, share.last / kStepK - first_step);
   uint8_t* const planes = image + p.planes_at + at - begin * kStepK * p.column_bytes;
-  prepare_to_memory<F, Grouped, D>(a, share, scratch,
-                                   ImageRow<F, D, C>{planes, first_step * kStepK, image, row, p}, stage);
+  prepare_to_memory<F, Grouped, D>(a, share, scratch, ImageRow<F, D, C>{planes, first_step * kStepK, image, row, a},
+                                   stage);
 }
 
 // Waits for what has stored x and brings the block's image to shared memory; `scratch` there holds a RowScratch.
@@ -329,7 +355,7 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
   if constexpr (C == 1 && !kFloatActivations<F, D>) {
     if (a.images == nullptr && p.row_rounds <= kMostRounds) {
       const WarpShare share(a, 0, p.block_log);
-      const ImageRow<F, D, 1> to{image + p.planes_at + share.slice * p.plane_pad, 0, image, 0, p};
+      const ImageRow<F, D, 1> to{image + p.planes_at + share.slice * p.plane_pad, 0, image, 0, a};
       int* const digits = to.sums();
       p.row_rounds == 1 ? prepare_short_row<F, Grouped, D, 1>(a, 0, share, sums, to, digits, wait)
                         : prepare_short_row<F, Grouped, D, kMostRounds>(a, 0, share, sums, to, digits, wait);
@@ -341,8 +367,8 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
     const int first_column = slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK;
     const WarpShare share(a, part << p.block_log, p.block_log);
     uint8_t* const planes = image + p.planes_at + share.slice * p.plane_pad;
-    const ImageRow<F, D, 1> to{planes, first_column, image, 0, p};
-    prepare_row<F, Grouped, D, true>(a, 0, share, sums, to, planes - 2 * first_column);
+    const ImageRow<F, D, 1> to{planes, first_column, image, 0, a};
+    prepare_row<F, Grouped, D, true>(a, 0, share, sums, to, planes - 2 * first_column, false);
   } else {
     const uint4* const from = reinterpret_cast<const uint4*>(a.images + part * p.image_bytes);
 #pragma unroll 4

@@ -113,21 +113,31 @@ __device__ __forceinline__ float add_group(float before, const RowTerms& row, in
   return has_minimum ? fmaf(row.minimum, static_cast<float>(digits), sum) : sum;
 }
 
-// sum of codes x digits -> scale * sum of (code - zero) x activation + minimum * sum of activations.
+// Sums of codes by every digit -> the sum of codes by activations, over the slice's scale; one rounding where the sums
+// are exact in fp32.
 template <int D>
-__device__ __forceinline__ float scale_sums(const int (&raw)[D], const int (&digits)[D], const RowTerms& row,
-                                            float slice_scale, bool has_minimum) {
-  float value{0.0f};
+__device__ __forceinline__ float join_digits(const int (&sums)[D]) {
+  float value = static_cast<float>(sums[0]);
 #pragma unroll
-  for (int d = 0; d < D; ++d) value = fmaf(value, 256.0f, static_cast<float>(raw[d] - row.zero * digits[d]));
-  value = __fmul_rn(row.scale, value);
-  if (has_minimum) {
-    float total{0.0f};
+  for (int d = 1; d < D; ++d) value = fmaf(value, 256.0f, static_cast<float>(sums[d]));
+  return value;
+}
+
+// A group's share in other than two digits: scale * sum of (code - zero) x activation + minimum * sum of activations.
+template <int D>
+__device__ __forceinline__ float scale_group(const int (&raw)[D], const int (&digits)[D], const RowTerms& row,
+                                             bool has_minimum) {
+  int centred[D];
 #pragma unroll
-    for (int d = 0; d < D; ++d) total = fmaf(total, 256.0f, static_cast<float>(digits[d]));
-    value = fmaf(row.minimum, total, value);
-  }
-  return __fmul_rn(value, slice_scale);
+  for (int d = 0; d < D; ++d) centred[d] = raw[d] - row.zero * digits[d];
+  const float value = __fmul_rn(row.scale, join_digits<D>(centred));
+  return has_minimum ? fmaf(row.minimum, join_digits<D>(digits), value) : value;
+}
+
+// What the slices of a row of W with one scale have added up to -> its product with a row of x, whose sum is `x_total`.
+__device__ __forceinline__ float finish_row(const RowTerms& row, bool has_minimum, float sum, float x_total) {
+  const float offset = has_minimum ? row.minimum : __fmul_rn(-row.scale, static_cast<float>(row.zero));
+  return fmaf(offset, x_total, __fmul_rn(row.scale, sum));
 }
 
 }  // namespace nibblelm::cuda

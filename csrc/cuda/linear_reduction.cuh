@@ -6,14 +6,6 @@
 
 namespace nibblelm::cuda {
 
-// The sums of `count` slices from left to right, at most kMaxSlices.
-__device__ __forceinline__ float ordered_sum(const float (&v)[kMaxSlices], int count) {
-  float sum = v[0];
-#pragma unroll
-  for (int i = 1; i < kMaxSlices; ++i) sum = i < count ? sum + v[i] : sum;
-  return sum;
-}
-
 // What swiglu makes of a gate and its up, rounded as the separate op would find them.
 __device__ __forceinline__ float gated(const DecodeArgs& a, float gate, float up) {
   if (a.y_dtype == DType::bf16) gate = to_float(from_float<bf16>(gate)), up = to_float(from_float<bf16>(up));
@@ -52,26 +44,32 @@ struct Reduction {
   int* red;  // of this strip in flight
   int part, strip, lane;
 
-  // A slice's sums of this lane, scaled.
-  __device__ __forceinline__ void scale(const Tiles& tile, const RowTerms (&rows)[2], int slice,
-                                        float (&value)[kValues]) const {
+  // A slice's sums of this lane, over its scale.
+  __device__ __forceinline__ void read(const Tiles& tile, float (&value)[kValues]) const {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      const int t = i / 2 / Tiles::kColumns, j = i / 2 % Tiles::kColumns, h = i % 2, m = Tiles::column(t, j, lane);
-      const float slice_scale = scales[slice * C + m];  // of columns beyond the rows of x: anything
+      const int t = i / 2 / Tiles::kColumns, j = i / 2 % Tiles::kColumns, h = i % 2;
       if constexpr (Grouped) {
-        value[i] = __fmul_rn(tile.sum[t][h][j], slice_scale);
+        value[i] = tile.sum[t][h][j];
       } else if constexpr (Format<F>::kInteger) {
-        int raws[D], digits[D];
+        int raws[D];
 #pragma unroll
-        for (int d = 0; d < D; ++d) raws[d] = tile.raw(t, d, h, j), digits[d] = sums[(slice * D + d) * C + m];
-        value[i] = scale_sums<D>(raws, digits, rows[h], slice_scale, a.has_minimum);
+        for (int d = 0; d < D; ++d) raws[d] = tile.raw(t, d, h, j);
+        value[i] = join_digits<D>(raws);
       } else {
-        float sum{0.0f};  // the smallest terms first
+        value[i] = 0.0f;  // the smallest terms first
 #pragma unroll
-        for (int d = D - 1; d >= 0; --d) sum += tile.raw(t, d, h, j);
-        value[i] = __fmul_rn(sum, slice_scale);
+        for (int d = D - 1; d >= 0; --d) value[i] += tile.raw(t, d, h, j);
       }
+    }
+  }
+
+  // Adds what `read` gave of a slice, from zero on.
+  __device__ __forceinline__ void add(float (&total)[kValues], const float (&value)[kValues], int slice) const {
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) {
+      const int m = Tiles::column(i / 2 / Tiles::kColumns, i / 2 % Tiles::kColumns, lane);
+      total[i] = fmaf(value[i], scales[slice * C + m], total[i]);  // of columns beyond the rows of x: anything
     }
   }
 
@@ -114,74 +112,82 @@ struct Reduction {
     }
   }
 
-  // Where one warp has taken all of K, this lane's values are the result.
-  __device__ __forceinline__ void store_values(const float (&value)[kValues]) const {
+  // The result of row m of x in a row of W from the sum of its slices.
+  __device__ __forceinline__ float finished(float sum, const RowTerms& row, float x_total) const {
+    return Format<F>::kInteger && !Grouped ? finish_row(row, a.has_minimum, sum, x_total) : sum;
+  }
+
+  // Where one warp has taken all of K, this lane's sums give the results. x_totals: the sums of the rows of x.
+  __device__ __forceinline__ void store_values(const float (&sum)[kValues], const RowTerms (&rows)[2],
+                                               const float* x_totals) const {
     float bias[2];
     load_bias(a, strip, lane, bias);
 #pragma unroll
     for (int i = 0; i < kValues; i += 2) {
       const int m = Tiles::column(i / 2 / Tiles::kColumns, i / 2 % Tiles::kColumns, lane);
-      if (m < a.plan.m) store_rows(a, strip, lane, m, value[i] + bias[0], value[i + 1] + bias[1]);
+      if (m >= a.plan.m) continue;
+      const float low = finished(sum[i], rows[0], x_totals[m]), high = finished(sum[i + 1], rows[1], x_totals[m]);
+      store_rows(a, strip, lane, m, low + bias[0], high + bias[1]);
     }
   }
 
-  // The sums of the strip's slices in row `row` of the strip and row m of x, four of the eight from `first` on.
-  __device__ __forceinline__ void read_slices(int m, int row, int first, const RowTerms& terms, float (&v)[4]) const {
-    const int count = a.plan.block_slices();
+  // What was delivered of a slice of the block for row `row` of the strip and row m of x.
+  __device__ __forceinline__ float delivered(int slice, int m, int row) const {
+    const int* const from = red + ((slice * (C == 1 ? 1 : a.plan.m) + m) * kStripRows + row) * kWords;
+    if constexpr (kRaw) {
+      int raws[D];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int slice = min(first + i, count - 1);
-      const int* const from = red + ((slice * (C == 1 ? 1 : a.plan.m) + m) * kStripRows + row) * kWords;
-      if constexpr (kRaw) {
-        int raws[D], digits[D];
-#pragma unroll
-        for (int d = 0; d < D; ++d) raws[d] = from[d], digits[d] = sums[slice * D + d];
-        v[i] = scale_sums<D>(raws, digits, terms, scales[slice], a.has_minimum);
-      } else {
-        v[i] = __int_as_float(*from);
-      }
+      for (int d = 0; d < D; ++d) raws[d] = from[d];
+      return join_digits<D>(raws);
+    } else {
+      return __int_as_float(*from);
     }
   }
 
   // Warp `me` of the strip finishes every strip_warps()th round of two rows of x, a half of the warp each; one row of x
-  // by half of the slices each, the upper half having the result. The loops stay rolled, since code that runs once comes
-  // from memory. `terms` and `bias`: of row lane % 16.
-  __device__ __forceinline__ void finish(const RowTerms& terms, float bias, int me) const {
+  // by half of the slices each, the upper half having the result. The loops stay rolled, since code that runs once
+  // comes from memory. `terms` and `bias`: of row lane % 16; x_totals: the sums of the rows of x, or null for one of
+  // `x_total`.
+  __device__ __forceinline__ void finish(const RowTerms& terms, float bias, const float* x_totals, float x_total,
+                                         int me) const {
     static_assert(kMaxSlices == 8);
+    constexpr int kHeld{C == 1 ? 4 : kMaxSlices};  // slices of a lane
     const DecodePlan& p = a.plan;
     const int rounds = C == 1 ? 1 : (p.m + 1) / 2, count = p.block_slices();
     const int row = lane % kStripRows, half = lane / kStripRows, m_count = C == 1 ? 1 : p.m;
+    const int first = C == 1 ? 4 * half : 0;
     float* const partials = a.partials + static_cast<int64_t>(strip) * m_count * kStripRows + row;
     const int64_t slice_step = static_cast<int64_t>(p.strips) * m_count * kStripRows;
 #pragma unroll 1
     for (int i = me; i < rounds; i += p.strip_warps()) {
       const int m = C == 1 ? 0 : min(half + 2 * i, m_count - 1);
-      float v[C == 1 ? 1 : 2][4];
+      const bool wanted = C == 1 || half + 2 * i < m_count;
+      float value[kHeld];
 #pragma unroll
-      for (int q = 0; q < (C == 1 ? 1 : 2); ++q) read_slices(m, row, 4 * (C == 1 ? half : q), terms, v[q]);
+      for (int s = 0; s < kHeld; ++s) value[s] = delivered(min(first + s, count - 1), m, row);
       if (p.parts_log > 0) {
-        if (C > 1 && half + 2 * i >= m_count) continue;
         float* const to = partials + (part << p.block_log) * slice_step + m * kStripRows;
 #pragma unroll
-        for (int s = 0; s < (C == 1 ? 4 : kMaxSlices); ++s) {
-          const int slice = C == 1 ? 4 * half + s : s;
-          if (slice < count) to[slice * slice_step] = v[s / 4][s % 4];
+        for (int s = 0; s < kHeld; ++s) {
+          if (wanted && first + s < count) to[(first + s) * slice_step] = value[s];
         }
         continue;
       }
-      float sum = v[0][0];
-      if constexpr (C == 1) {
+      float sum{0.0f};
+      const auto add = [&] {
 #pragma unroll
-        for (int s = 1; s < 4; ++s) sum = s < count ? sum + v[0][s] : sum;
-        const float lower = __shfl_xor_sync(kAllLanes, sum, kStripRows);
-        sum = lower;
-#pragma unroll
-        for (int s = 0; s < 4; ++s) sum = 4 + s < count ? sum + v[0][s] : sum;
-      } else {
-#pragma unroll
-        for (int s = 1; s < kMaxSlices; ++s) sum = s < count ? sum + v[s / 4][s % 4] : sum;
+        for (int s = 0; s < kHeld; ++s) {
+          const float more = fmaf(value[s], scales[min(first + s, count - 1) * C + m], sum);
+          sum = first + s < count ? more : sum;
+        }
+      };
+      add();
+      if constexpr (C == 1) {  // the upper half goes on where the lower one ends
+        sum = __shfl_xor_sync(kAllLanes, sum, kStripRows);
+        add();
       }
-      store(m, row, sum, bias, C == 1 ? half == 1 : half + 2 * i < m_count);
+      store(m, row, finished(sum, terms, x_totals != nullptr ? x_totals[m] : x_total), bias,
+            C == 1 ? half == 1 : wanted);
     }
     if (p.parts_log == 0) return;
     // The block that arrives last adds the slices, in their order. Four bits of a counter for every warp of a strip.
@@ -194,12 +200,15 @@ struct Reduction {
 #pragma unroll 1
     for (int i = me; i < rounds; i += p.strip_warps()) {
       const int m = C == 1 ? 0 : min(half + 2 * i, m_count - 1);
-      float v[kMaxSlices];
-#pragma unroll
-      for (int s = 0; s < kMaxSlices; ++s) {
-        v[s] = s < p.slices() ? __ldcg(partials + s * slice_step + m * kStripRows) : 0.0f;
+      float sum{0.0f};
+#pragma unroll 4
+      for (int s = 0; s < p.slices(); ++s) {
+        const uint8_t* const image = a.images + (s >> p.block_log) * p.image_bytes;
+        const float scale = reinterpret_cast<const float*>(image + p.scales_at)[(s & (count - 1)) * C + m];
+        sum = fmaf(__ldcg(partials + s * slice_step + m * kStripRows), scale, sum);
       }
-      store(m, row, ordered_sum(v, p.slices()), bias, C == 1 ? half == 1 : half + 2 * i < m_count);
+      store(m, row, finished(sum, terms, x_totals != nullptr ? x_totals[m] : x_total), bias,
+            C == 1 ? half == 1 : half + 2 * i < m_count);
     }
     if (lane == 0) atomicSub(a.arrivals + strip, p.parts() << 4 * me);
   }

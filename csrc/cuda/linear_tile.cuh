@@ -84,7 +84,7 @@ struct Tile {
             int raws[D];
 #pragma unroll
             for (int d = 0; d < D; ++d) raws[d] = raw(t, d, h, j);
-            sum[t][h][j] += scale_sums<D>(raws, digits, rows[h], 1.0f, group.form.has_minimum());
+            sum[t][h][j] += scale_group<D>(raws, digits, rows[h], group.form.has_minimum());
           }
         }
       }

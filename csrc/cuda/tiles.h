@@ -61,8 +61,8 @@ constexpr bool digit_columns(bool integer, int planes) { return integer && plane
 // Rows of x the kernel is compiled for that takes m.
 constexpr int decode_columns(int m, bool digits) { return m == 1 ? 1 : digits && m <= 4 ? 4 : m <= 8 ? 8 : 16; }
 
-// Activation planes: int8 digits (bf16: 2, or 1 for 8-bit activations; fp32: 3) or floating-point terms whose sum is the
-// activation.
+// Activation planes: int8 digits (bf16: 2, or 1 for 8-bit activations; fp32: 3) or floating-point terms whose sum is
+// the activation.
 constexpr int activation_planes(WeightFormat format, DType x, bool eight_bits = false) {
   if (x == DType::f32) return format == WeightFormat::f16 ? 2 : 3;
   return (format == WeightFormat::int4 || format == WeightFormat::int8) && !eight_bits ? 2 : 1;
@@ -94,11 +94,11 @@ struct DecodePlan {
   bool prepared;   // the planes come from linear_planes_kernel
   int row_rounds;  // of 8 activations for a thread of the block that prepares a row
 
-  int column_bytes;                   // of a row's planes
-  int plane_pad;                      // behind a slice of a row
-  int planes_at, sums_at, scales_at;  // in the image of a part
-  int image_bytes;                    // a multiple of 16
-  int record_slot;                    // bytes of records beside a stage of weights with groups
+  int column_bytes;                              // of a row's planes
+  int plane_pad;                                 // behind a slice of a row
+  int planes_at, sums_at, scales_at, totals_at;  // in the image of a part
+  int image_bytes;                               // a multiple of 16
+  int record_slot;                               // bytes of records beside a stage of weights with groups
   int records_at, barriers_at, image_at, red_at, image_barriers_at,
       shared_bytes;  // in shared memory, behind the ring of weights
 
@@ -149,7 +149,8 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.planes_at = 0;
   p.sums_at = m * (steps * kStepK * p.column_bytes + (p.plane_pad << block_log));
   p.scales_at = p.sums_at + sums * planes * columns * 4;
-  p.image_bytes = (p.scales_at + p.block_slices() * columns * 4 + 15) / 16 * 16;
+  p.totals_at = p.scales_at + p.block_slices() * columns * 4;
+  p.image_bytes = (p.totals_at + columns * 4 + 15) / 16 * 16;
 
   p.row_rounds = row_rounds(slices_log, w.steps());
   // A long row waits in bf16 where its planes will be, for which one digit has no room.
@@ -218,34 +219,61 @@ constexpr int large_rows(WeightFormat format, int planes, bool grouped, int m) {
   return format == WeightFormat::f32 || planes > 1 ? 0 : m <= 64 ? 64 : 128;
 }
 
-// Strips of W in a tile, one a warp. Two digits in groups take 96 registers of sums: half as many warps have them.
-constexpr int large_strips(WeightFormat format, int planes, bool grouped, int rows) {
-  return grouped && planes == 2 && rows == 64 ? 8 : 16;
+// Warps of a block, each with a strip of W: sixteen hide each other's latencies and halve the traffic of x; eight leave
+// shared memory for the stages of halves.
+constexpr int large_warps(WeightFormat format) {
+  return format == WeightFormat::int4 || format == WeightFormat::int8 ? 16 : 8;
+}
+
+// Bytes of weights a stage of a strip takes, and of a tile of x: its columns and, where `sums` is not 0, the digit sums
+// of its groups.
+constexpr int large_strip_bytes(WeightFormat format) { return format == WeightFormat::int4 ? 1024 : 2048; }
+constexpr int large_tile_bytes(int planes, int rows, int group_size) {
+  const int sums = group_size == 0 ? 0 : kStepK / group_size * (planes == 2 ? 1 : planes) * rows * 4;
+  return planes * rows * 128 + sums;
+}
+
+// Where things are in the shared memory of the kernel, which has as many stages as fit beside the sums of slices on
+// cards for which the code is compiled.
+struct LargeLayout {
+  int ring, slot_bytes, weights_at, totals_at, barriers_at, bytes;
+};
+constexpr LargeLayout large_layout(WeightFormat format, int planes, bool grouped, int rows, int architecture) {
+  const int capacity = (small_shared_memory(architecture) ? 99 : architecture < 90 ? 163 : 227) * 1024;
+  const int warps = large_warps(format), totals = warps * 32 * rows * 2, most = 8;
+  LargeLayout p{};
+  p.slot_bytes = (large_tile_bytes(planes, rows, grouped ? 32 : 0) + 1023) / 1024 * 1024;
+  const int stage = p.slot_bytes + warps * large_strip_bytes(format);
+  p.ring = (capacity - totals - most * 12) / stage;
+  if (p.ring > most) p.ring = most;
+  p.weights_at = p.ring * p.slot_bytes;
+  p.totals_at = p.ring * stage;
+  p.barriers_at = p.totals_at + totals;
+  p.bytes = p.barriers_at + p.ring * 12;
+  return p;
 }
 
 struct LargePlan {
   int rows;    // of x in a tile
-  int strips;  // of W
+  int strips;  // of W, one a warp
   int row_tiles, token_tiles;
   int parts;  // that share a tile's K, by whole slices
+  int work;   // row_tiles x token_tiles x parts
   int slices;
   bool wgmma;  // else mma.sync
   bool paired_stores;
   int stages;      // of K: 128 bytes of every column
-  int tile_bytes;  // a stage of a tile of x: its columns, then the digit sums of its groups
-  int slot_bytes, weights_at;
-  int ring_stages, totals_at, barriers_at, shared_bytes;
+  int tile_bytes;  // a stage of a tile of x
+  int shared_bytes;
   int most_blocks;
 
-  NIBBLELM_HOST_DEVICE int threads() const { return strips * 32; }  // that multiply
-  NIBBLELM_HOST_DEVICE int work() const { return row_tiles * token_tiles * parts; }
   NIBBLELM_HOST_DEVICE int padded_rows() const { return token_tiles * rows; }
   // Sums of a tile that another kernel adds: those of the first part's slices together, and of every other slice.
   NIBBLELM_HOST_DEVICE int slots() const { return parts == 1 ? 1 : slices - slices / parts + 1; }
   NIBBLELM_HOST_DEVICE int slot_of(int slice) const { return slice < slices / parts ? 0 : slice - slices / parts + 1; }
   int64_t tiles_bytes() const { return static_cast<int64_t>(token_tiles) * stages * tile_bytes; }
   int64_t partial_bytes() const {
-    return slots() == 1 ? 0 : static_cast<int64_t>(row_tiles) * token_tiles * slots() * rows * threads() * 2;
+    return slots() == 1 ? 0 : static_cast<int64_t>(row_tiles) * token_tiles * slots() * rows * strips * 64;
   }
 };
 
@@ -264,36 +292,30 @@ inline int large_parts(const LinearWeight& w, const LargePlan& p, int planes) {
   return best;
 }
 
-// For m rows of x, at most kLargeChunk; ring_stages is 0 where shared memory does not hold a tile.
-inline LargePlan plan_large(const LinearWeight& w, int planes, int m, int multiprocessors, int shared_limit,
+// For m rows of x, at most kLargeChunk; `rows` is 0 where shared memory does not hold a tile.
+inline LargePlan plan_large(const LinearWeight& w, int planes, int m, int multiprocessors, int architecture,
                             bool wgmma) {
   LargePlan p{};
   const bool grouped = w.integer() && w.group_size != 0;
   for (const int most : {m, 1}) {
     p.rows = large_rows(w.format, planes, grouped, most);
     if (p.rows == 0) return p;
-    p.strips = large_strips(w.format, planes, grouped, p.rows);
+    const LargeLayout layout = large_layout(w.format, planes, grouped, p.rows, architecture);
+    if (layout.ring < 2) continue;
+    p.strips = large_warps(w.format);
     p.stages = w.steps() * (w.integer() ? 1 : 2);
-    p.tile_bytes = planes * p.rows * 128;
-    if (grouped) p.tile_bytes += kStepK / w.group_size * (planes == 2 ? 1 : planes) * p.rows * 4;
-    p.weights_at = (p.tile_bytes + 1023) / 1024 * 1024;
-    p.slot_bytes = p.weights_at + p.strips * (w.format == WeightFormat::int4 ? 1024 : 2048);
-    constexpr int kMostStages{8};
-    const int totals = p.rows * p.threads() * 2, barriers = kMostStages * 2 * 8;
-    p.ring_stages = std::min((shared_limit - totals - barriers) / p.slot_bytes, kMostStages);
-    p.totals_at = p.ring_stages * p.slot_bytes;
-    p.barriers_at = p.totals_at + totals;
-    p.shared_bytes = p.barriers_at + barriers;
-    if (p.ring_stages >= 2) break;
+    p.tile_bytes = large_tile_bytes(planes, p.rows, grouped ? w.group_size : 0);
+    p.shared_bytes = layout.bytes;
+    p.row_tiles = (w.strips() + p.strips - 1) / p.strips;
+    p.token_tiles = (m + p.rows - 1) / p.rows;
+    p.slices = 1 << decode_slices_log(w.steps());
+    p.wgmma = wgmma;
+    p.most_blocks = multiprocessors;
+    p.parts = large_parts(w, p, planes);
+    p.work = p.row_tiles * p.token_tiles * p.parts;
+    return p;
   }
-  if (p.ring_stages < 2) return LargePlan{};
-  p.row_tiles = (w.strips() + p.strips - 1) / p.strips;
-  p.token_tiles = (m + p.rows - 1) / p.rows;
-  p.slices = 1 << decode_slices_log(w.steps());
-  p.wgmma = wgmma;
-  p.most_blocks = multiprocessors;
-  p.parts = large_parts(w, p, planes);
-  return p;
+  return LargePlan{};
 }
 
 }  // namespace nibblelm::cuda

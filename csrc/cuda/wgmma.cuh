@@ -13,19 +13,22 @@ namespace nibblelm::cuda {
 // Registers and memory that the next products read are written.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Ends a batch of products and waits for all that are under way.
+// Ends a batch of products; waits until at most `Pending` of the latest batches are under way.
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int Pending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
 
 // Of B from a shared address on; groups of 8 columns are 1,024 bytes apart, which they are multiples of.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared) {
-  constexpr uint64_t kColumnGroups{uint64_t{1024 / 16} << 32}, kSwizzle128{uint64_t{1} << 62}, kUnused{uint64_t{1} << 16};
-  return (shared & 0x3ffff) >> 4 | kUnused | kColumnGroups | kSwizzle128;
+  constexpr uint64_t kColumnGroups{uint64_t{1024 / 16} << 32}, kSwizzle128{uint64_t{1} << 62},
+      kUnused{uint64_t{1} << 16};
+  return shared >> 4 | kUnused | kColumnGroups | kSwizzle128;
 }
 
 // What an instruction's text and operands need for 32, 48 and 64 registers of sums.
-#define NIBBLELM_TEXT_16 \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define NIBBLELM_TEXT_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NIBBLELM_TEXT_32 NIBBLELM_TEXT_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NIBBLELM_TEXT_48 NIBBLELM_TEXT_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define NIBBLELM_TEXT_64 NIBBLELM_TEXT_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
@@ -35,11 +38,12 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared) {
 #define NIBBLELM_SUMS_32(type) NIBBLELM_SUMS_16(type, 0), NIBBLELM_SUMS_16(type, 4)
 #define NIBBLELM_SUMS_48(type) NIBBLELM_SUMS_32(type), NIBBLELM_SUMS_16(type, 8)
 #define NIBBLELM_SUMS_64(type) NIBBLELM_SUMS_48(type), NIBBLELM_SUMS_16(type, 12)
-#define NIBBLELM_WGMMA(shape, types, sums, a0, a1, a2, a3, b, add, rest, type)                                       \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" add ", 0;\n"                                                    \
-               "wgmma.mma_async.sync.aligned." shape "." types " {" NIBBLELM_TEXT_##sums "}, {%" a0 ",%" a1 ",%" a2   \
-               ",%" a3 "}, %" b ", p" rest ";\n}"                                                                    \
-               : NIBBLELM_SUMS_##sums(type)                                                                          \
+#define NIBBLELM_WGMMA(shape, types, sums, a0, a1, a2, a3, b, add, rest, type)           \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" add                                  \
+               ", 0;\n"                                                                  \
+               "wgmma.mma_async.sync.aligned." shape "." types " {" NIBBLELM_TEXT_##sums \
+               "}, {%" a0 ",%" a1 ",%" a2 ",%" a3 "}, %" b ", p" rest ";\n}"             \
+               : NIBBLELM_SUMS_##sums(type)                                              \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(add_to ? 1 : 0))
 
 // c = a b, or c += a b: codes (unsigned bytes) by digits, 32 columns of K.

@@ -11,6 +11,7 @@ USABLE, REASON = cuda.available()
 DEVICE = torch.device("cuda")
 FP32_ERROR = 2e-5
 DIGIT_ERROR = 1e-4  # two digits: half a step of 1/16256 of a slice's largest value, for Gaussian activations
+ONE_DIGIT_ERROR = 1.2e-2  # a step of 1/127 of a slice's largest value, under 5 standard deviations, by sqrt(12)
 
 
 def pack_words(codes: Tensor, bits: int) -> Tensor:

@@ -15,7 +15,19 @@ from nibblelm.ops import cuda
 from nibblelm.ops.types import ActivationBits
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cuda_weights import DEVICE, DIGIT_ERROR, FP32_ERROR, REASON, USABLE, activations, error, full, quantized, run
+from cuda_weights import (
+    DEVICE,
+    DIGIT_ERROR,
+    FP32_ERROR,
+    ONE_DIGIT_ERROR,
+    REASON,
+    USABLE,
+    activations,
+    error,
+    full,
+    quantized,
+    run,
+)
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
 ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 64, 333)
@@ -247,7 +259,7 @@ def test_small_case_of_each_kernel(
     x = activations(m, 331, x_dtype)
     with cuda.wgmma(wide):
         got = run(weight, x, activation_bits=bits_of_x)
-    bound = {8: 100 * DIGIT_ERROR, 16: DIGIT_ERROR, 24: FP32_ERROR}[bits_of_x]
+    bound = {8: ONE_DIGIT_ERROR, 16: DIGIT_ERROR, 24: FP32_ERROR}[bits_of_x]
     assert error(got, x.double().cpu() @ truth.T) <= bound
 
 

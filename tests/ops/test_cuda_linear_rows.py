@@ -31,15 +31,16 @@ def slices(k: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def digit_bound(x: Tensor, truth: Tensor, bits: ActivationBits) -> Tensor:
-    """The most that rounding to digits can change, (M, N): half a step of each slice's largest value by |w|."""
+def digit_bound(x: Tensor, truth: Tensor, largest: float, bits: ActivationBits) -> Tensor:
+    """The most that rounding to digits can change, (M, N): half a step of each slice's largest value by |w|; and that
+    of fp32 sums over slices, whose terms are codes of weights up to `largest` apart."""
     steps = {8: 127, 16: 127 * 256 / 2, 24: 127 * 65536 / 2}[bits]  # a power of two may leave the top bit unused
     x, size = x.double().cpu(), truth.abs()
     bound = torch.zeros(x.shape[0], truth.shape[0], dtype=torch.float64)
     for first, last in slices(x.shape[1]):
         half_step = x[:, first:last].abs().amax(1) / steps / 2
         bound += half_step[:, None] * size[:, first:last].sum(1)
-    return bound + 2.0**-20 * (x.abs() @ size.T)  # and fp32 sums of the slices
+    return bound + 2.0**-21 * largest * x.abs().sum(1, keepdim=True)
 
 
 def by_sixteens(x: Tensor, packed: PackedLinear, bits: ActivationBits, bias: Tensor | None = None) -> Tensor:
@@ -77,7 +78,9 @@ def test_integer_weights(
         bias = torch.randn(n, device=DEVICE)
         check(packed, x, activation_bits, WIDE, bias if n == 331 else None)
         got = ops.linear(x, packed, None, activation_bits, torch.empty(300, n, device=DEVICE)).double().cpu()
-        assert ((got - x.double().cpu() @ truth.T).abs() <= digit_bound(x, truth, activation_bits)).all(), (n, k)
+        largest = float(weight.scale.max()) * (1 << bits)
+        bound = digit_bound(x, truth, largest, activation_bits)
+        assert ((got - x.double().cpu() @ truth.T).abs() <= bound).all(), (n, k)
 
 
 @pytest.mark.parametrize("group", [-1, 128])
