@@ -28,6 +28,19 @@ constexpr int kMaxNormColumns{16384};  // of a row that is normed on its way in
 // owning bytes 16 l ... 16 l + 15 (r = l / 4, c = l % 4; the four words are the A fragment of mma.m16n8k32):
 //   int8, 32 columns a unit: words 0 and 2 hold row r, columns 8c..8c+3 and 8c+4..8c+7; words 1 and 3 row r + 8.
 //   int4, 64 columns a unit: the same twice, columns 0..31 in the low nibbles and 32..63 in the high ones.
+//
+// clang-format off
+//   strip: 16 rows          unit of int4: 64 columns, 512 bytes     who takes which
+//   +------+------+------   lane 4 r + c, bytes 16 l ... 16 l + 15  a warp takes a strip, in both kernels;
+//   |unit 0|unit 1| ...       word 0  row r      8c   ... 8c + 3     its lanes copy and read their own 16
+//   +------+------+------     word 1  row r + 8  8c   ... 8c + 3     bytes and need no barrier; the words
+//                             word 2  row r      8c+4 ... 8c + 7     are registers a0 ... a3 of
+//                             word 3  row r + 8  8c+4 ... 8c + 7     mma.m16n8k32 and wgmma.m64nNk32
+//                           low nibbles: of columns 0 ... 31, high ones: 32 ... 63
+// clang-format on
+//
+// x, as digits, has its columns in the same order: plane_offset (decode) and TileRow (many rows).
+//
 // `records` holds, per strip and group (one group per row when group_size is 0), for r = 0..7:
 //   (scale[r], scale[r + 8]) in scale_dtype; if has_zero, the zero-points as unsigned bytes z[r], z[r + 8] (int8) or
 //   one byte z[r] | z[r + 8] << 4 (int4); if has_minimum, (minimum[r], minimum[r + 8]) in scale_dtype.

@@ -8,16 +8,31 @@
 
 #include "common.cuh"
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900 && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error \
+    "Compile for sm_90a: plain sm_90 has no wgmma, and the launchers choose it on every card of compute capability 9.0"
+#endif
+
 namespace nibblelm::cuda {
 
 // Registers and memory that the next products read are written.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#endif
+}
 
 // Ends a batch of products; waits until at most `Pending` of the latest batches are under way.
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#endif
+}
 template <int Pending>
 __device__ __forceinline__ void wgmma_wait() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+#endif
 }
 
 // Of B from a shared address on; groups of 8 columns are 1,024 bytes apart, which they are multiples of.
