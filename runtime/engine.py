@@ -2,9 +2,7 @@
 
 import dataclasses
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, overload
 
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nibblelm import ops
+from nibblelm.batch import MAX_BATCH, Batch
 from nibblelm.checkpoint import Checkpoint, open_checkpoint
 from nibblelm.config import DecoderConfig, token_ids
 from nibblelm.errors import DeviceError, NibbleLMError, RequestError
@@ -20,25 +19,15 @@ from nibblelm.memory import require_memory
 from nibblelm.models import family, tensor_plan
 from nibblelm.ops.types import ActivationBits
 from nibblelm.request import GenerationOutput, Request, StreamPiece, Timings
-from nibblelm.runner import Runner, SampledSteps, workspace_bytes
-from nibblelm.sampler import Sampled, SamplingParams, device_sampling, token_logprobs
+from nibblelm.runner import Runner, workspace_bytes
+from nibblelm.runner_pool import Loan, RunnerPool
+from nibblelm.sampler import SamplingParams
 from nibblelm.tokenizer import Tokenizer, load_tokenizer
 from nibblelm.weights import CheckpointWeights, check_tensors
 
 Prompt = str | Sequence[int]
-MAX_BATCH = 16
-"""Sequences decoded together; more prompts wait for a free slot."""
-
 CUDA_CONTEXT = 8192
 """Positions allocated on a GPU when max_context is not given (or the model's limit, if that is smaller)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Flight:
-    """Requests (by index) whose decode steps sample on the device."""
-
-    members: list[int]
-    steps: SampledSteps
 
 
 class LLM:
@@ -53,6 +42,10 @@ class LLM:
     max_context  positions, default the model's limit (on CUDA at most 8,192)
     strict       make unknown keys of config.json an error
     graph        replay decode steps as recorded programs (False: call by call, the same tokens)
+
+    Any number of threads and of streams read in turns may use one LLM: each gets the text it would get alone. Up to 16
+    calls (`generate`, or a stream from its first piece until it ends, is closed or is dropped) are live at a time, each
+    with a cache of its own; threads that hold none wait for one, a thread that holds one gets a RequestError.
 
     Raises ConfigError, CheckpointError, TokenizerError or DeviceError.
     """
@@ -91,7 +84,8 @@ class LLM:
         )
         weights = CheckpointWeights(checkpoint, self.device, self.dtype, activation_bits)
         network = family(checkpoint.config).Model(weights, self.config, self.max_context)
-        self.runner = Runner(network, self.device, self.kv_dtype, self.max_context, graph)
+        self._pool = RunnerPool(lambda: Runner(network, self.device, self.kv_dtype, self.max_context, graph))
+        self.runner = self._pool.runners[0]
         self.weight_bytes = weights.streamed_bytes
         self.load_s = time.perf_counter() - begun
 
@@ -153,8 +147,7 @@ class LLM:
             raise RequestError("chat needs a tokenizer; this folder has none")
         ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(list(messages)), add_special_tokens=False)
         request = self._request(ids, self._params(params, options))
-        request.start = self._shared_prefix(ids)
-        return (piece for _, piece in self._run([request]))
+        return (piece for _, piece in self._run([request], reuse=True))
 
     def chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
@@ -166,8 +159,10 @@ class LLM:
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits (len(ids), vocab) in fp32 of a prompt of token ids, computed by prefill."""
-        with torch.inference_mode():
-            return self.runner.prefill(list(ids), every_row=True)
+        with Loan() as loan:
+            runner = self._pool.borrow(loan, 1)
+            with self._pool.lock, torch.inference_mode():
+                return runner.prefill(list(ids), every_row=True)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt as `generate` uses them: special tokens as the tokenizer adds them, BOS if empty."""
@@ -192,89 +187,15 @@ class LLM:
             raise RequestError(f"unknown options {unknown}; known: {sorted(known)}")
         return dataclasses.replace(params or SamplingParams(), **options).resolve(self.generation_config)
 
-    def _shared_prefix(self, ids: Sequence[int]) -> int:
-        """How many leading ids are in the cache of slot 0; at least one token is left to compute."""
-        shared = 0
-        for old, new in zip(self.runner.history[0], ids[:-1], strict=False):
-            if old != new:
-                break
-            shared += 1
-        return shared
-
-    @torch.inference_mode()
-    def _prefill(self, request: Request) -> Tensor:
-        if request.params.prompt_logprobs is None:
-            logits = self.runner.prefill(request.ids, request.slot, request.start)
-        else:
-            request.start = 0
-            rows = self.runner.prefill(request.ids, request.slot, every_row=True)
-            most = request.params.prompt_logprobs
-            scores = (token_logprobs(row, token, most) for row, token in zip(rows[:-1], request.ids[1:], strict=True))
-            request.prompt_logprobs = [None, *scores]
-            logits = rows[-1:]
-        return logits
-
-    def _run(self, requests: Sequence[Request]) -> Iterator[tuple[int, StreamPiece]]:
-        """Prefill each request alone, decode up to MAX_BATCH together; yields (index of the request, piece)."""
-        self.runner.reserve(min(len(requests), MAX_BATCH))
-        waiting = deque(enumerate(requests))
-        free = deque(range(min(len(self.runner.history), MAX_BATCH)))
-        active: dict[int, Request] = {}
-        flight: _Flight | None = None
-        while waiting or active:
-            if waiting and free and not (flight and flight.steps.in_flight):
-                index, request = waiting.popleft()
-                request.slot, request.begun = free.popleft(), time.perf_counter()
-                active[index] = request
-                chosen = self._choose({index: request}, self._prefill(request))
-                request.first = time.perf_counter()
-            elif self.device.type == "cuda" and all(r.params.logprobs is None for r in active.values()):
-                flight, chosen = self._fly(flight, active)
-            else:
-                ids, slots = zip(*((r.sampled[-1].token_id, r.slot) for r in active.values()), strict=True)
-                with torch.inference_mode():
-                    chosen = self._choose(active, self.runner.decode(ids, slots))
-            for index, token in chosen.items():
-                piece = active[index].accept(token)
-                if piece.output is not None:
-                    free.append(active.pop(index).slot)
-                yield index, piece
-
-    @torch.inference_mode()
-    def _fly(self, flight: "_Flight | None", active: dict[int, Request]) -> tuple["_Flight | None", dict[int, Sampled]]:
-        """One step of decoding that samples on the device. When the batch changes, the step in flight comes first."""
-        changed = flight is not None and flight.members != list(active)
-        if flight is None or (changed and not flight.steps.in_flight):
-            state = device_sampling([r.sampler for r in active.values()], self.config.vocab_size)
-            ids, slots = [r.sampled[-1].token_id for r in active.values()], [r.slot for r in active.values()]
-            flight, changed = _Flight(list(active), self.runner.sampled_steps(ids, slots, state)), False
-        last = changed or all(len(r.sampled) + 1 >= r.most for r in active.values())
-        tokens = zip(flight.members, flight.steps.next(last), strict=True)
-        chosen = {index: active[index].sampler.accept(token) for index, token in tokens if index in active}
-        return (None if changed else flight), chosen
-
-    @torch.inference_mode()
-    def _choose(self, batch: dict[int, Request], logits: Tensor) -> dict[int, Sampled]:
-        """The next token of each request, from its row of logits (M, vocab)."""
-        samplers = [r.sampler for r in batch.values()]
-        greedy: list[int] = ops.argmax(logits).tolist() if any(s.takes_argmax for s in samplers) else []
-        with _one_torch_thread():
-            chosen = [
-                s.accept(greedy[i]) if s.takes_argmax else s.sample(row)
-                for i, (s, row) in enumerate(zip(samplers, logits, strict=True))
-            ]
-        return dict(zip(batch, chosen, strict=True))
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Sampling is too small to share out: torch's threads would wait for each other and for the kernels' own."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    def _run(self, requests: Sequence[Request], reuse: bool = False) -> Iterator[tuple[int, StreamPiece]]:
+        """(Index of the request, piece) as tokens come. The runner is this call's own until the iterator goes away."""
+        with Loan() as loan:
+            slots = min(len(requests), MAX_BATCH)
+            batch = Batch(self._pool.borrow(loan, slots, requests[0].ids if reuse else ()), requests, reuse)
+            while batch.unfinished:
+                with self._pool.lock:
+                    pieces = batch.step()
+                yield from pieces
 
 
 def select_device(name: str) -> torch.device:
