@@ -5,14 +5,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from nibblelm import ops
+from nibblelm.errors import RequestError
 from nibblelm.request import Request, StreamPiece
 from nibblelm.runner import Runner, SampledSteps
-from nibblelm.sampler import Sampled, device_sampling, token_logprobs
+from nibblelm.sampler import Sampled, Sampler, device_sampling, token_logprobs, unusable_logits
 
 MAX_BATCH = 16
 """Sequences decoded together; more prompts wait for a free slot."""
@@ -76,7 +78,7 @@ class Batch:
         request.prompt_logprobs = [None, *scores]
         return rows[-1:]
 
-    def _fly(self) -> dict[int, Sampled]:
+    def _fly(self) -> dict[int, Sampled | RequestError]:
         """One step of decoding that samples on the device. When the batch changes, the step in flight comes first."""
         flight, active = self._flight, self._active
         changed = flight is not None and flight.members != list(active)
@@ -87,19 +89,34 @@ class Batch:
         last = changed or all(len(r.sampled) + 1 >= r.most for r in active.values())
         tokens = zip(flight.members, flight.steps.next(last), strict=True)
         self._flight = None if changed else flight
-        return {index: active[index].sampler.accept(token) for index, token in tokens if index in active}
+        return {
+            index: unusable_logits("not finite") if token < 0 else active[index].sampler.accept(token)
+            for index, token in tokens
+            if index in active
+        }
 
 
-def _choose(batch: dict[int, Request], logits: Tensor) -> dict[int, Sampled]:
-    """The next token of each request, from its row of logits (M, vocab)."""
+def _choose(batch: dict[int, Request], logits: Tensor) -> dict[int, Sampled | RequestError]:
+    """The next token of each request, from its row of logits (M, vocab), or why there is none."""
     samplers = [r.sampler for r in batch.values()]
     greedy: list[int] = ops.argmax(logits).tolist() if any(s.takes_argmax for s in samplers) else []
+    chosen: dict[int, Sampled | RequestError] = {}
     with _one_torch_thread():
-        chosen = [
-            s.accept(greedy[i]) if s.takes_argmax else s.sample(row)
-            for i, (s, row) in enumerate(zip(samplers, logits, strict=True))
-        ]
-    return dict(zip(batch, chosen, strict=True))
+        for i, (index, sampler) in enumerate(zip(batch, samplers, strict=True)):
+            try:
+                chosen[index] = (
+                    _argmax(sampler, logits[i], greedy[i]) if sampler.takes_argmax else sampler.sample(logits[i])
+                )
+            except RequestError as error:
+                chosen[index] = error
+    return chosen
+
+
+def _argmax(sampler: Sampler, row: Tensor, token_id: int) -> Sampled:
+    peak = float(row[token_id])
+    if not isfinite(peak):  # the kernel's argmax passes over NaN
+        raise unusable_logits(peak)
+    return sampler.accept(token_id)
 
 
 @contextmanager

@@ -123,21 +123,21 @@ class LLM:
         """Continue one prompt (text, or a list of token ids) or each of a list of prompts.
 
         options are fields of SamplingParams, which override those of `params`; unknown ones raise.
-        Returns a GenerationOutput, or a list of them in the order of the prompts.
+        Returns a GenerationOutput, or a list of them in the order of the prompts. A request that cannot go on (its
+        logits are not finite) raises RequestError if it is the only one; in a list its output says so (`error`).
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
         resolved = self._params(params, options)
         requests = [self._request(self.encode(p), resolved) for p in ([prompts] if single else prompts)]
-        outputs: dict[int, GenerationOutput] = {}
-        for index, piece in self._run(requests):
-            if piece.output is not None:
-                outputs[index] = piece.output
-        return outputs[0] if single else [outputs[i] for i in range(len(requests))]
+        if single:
+            return [piece.output for piece in self._stream(requests[0])][-1]
+        outputs = {index: piece.output for index, piece in self._run(requests) if piece.output is not None}
+        return [outputs[i] for i in range(len(requests))]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[StreamPiece]:
         """Continue one prompt piece by piece; the last piece carries the output."""
         request = self._request(self.encode(prompt), self._params(params, options))
-        return (piece for _, piece in self._run([request]))
+        return self._stream(request)
 
     def stream_chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
@@ -147,7 +147,7 @@ class LLM:
             raise RequestError("chat needs a tokenizer; this folder has none")
         ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(list(messages)), add_special_tokens=False)
         request = self._request(ids, self._params(params, options))
-        return (piece for _, piece in self._run([request], reuse=True))
+        return self._stream(request, reuse=True)
 
     def chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
@@ -186,6 +186,12 @@ class LLM:
         if unknown := sorted(set(options) - known):
             raise RequestError(f"unknown options {unknown}; known: {sorted(known)}")
         return dataclasses.replace(params or SamplingParams(), **options).resolve(self.generation_config)
+
+    def _stream(self, request: Request, reuse: bool = False) -> Iterator[StreamPiece]:
+        for _, piece in self._run([request], reuse):
+            if request.error is not None:
+                raise RequestError(request.error)
+            yield piece
 
     def _run(self, requests: Sequence[Request], reuse: bool = False) -> Iterator[tuple[int, StreamPiece]]:
         """(Index of the request, piece) as tokens come. The runner is this call's own until the iterator goes away."""

@@ -8,7 +8,7 @@ from nibblelm.errors import RequestError
 from nibblelm.sampler import Sampled, Sampler, SamplingParams
 from nibblelm.tokenizer import TextStream, Tokenizer
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Timings:
 class GenerationOutput:
     """One finished request. `token_ids` includes the token that stopped it; `text` does not.
 
-    finish_reason  "stop" (end token or stop string) or "length"; `limit` says which length: "max_tokens" or "context"
+    finish_reason  "stop" (end token or stop string), "length" (`limit` says which: "max_tokens" or "context") or, in a
+                   list of prompts, "error": `error` says why the request could not go on, text and ids stop before it
     logprobs       per token, from the raw logits, if asked for; prompt_logprobs likewise (None for the first token)
     """
 
@@ -47,6 +48,7 @@ class GenerationOutput:
     prompt_logprobs: list[Sampled | None] | None
     seed: int
     timings: Timings
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +88,15 @@ class Request:
         self.sampled: list[Sampled] = []
         self.prompt_logprobs: list[Sampled | None] | None = None
         self.finish: FinishReason | None = None
+        self.error: str | None = None
         self.slot = self.start = 0
         self.begun = self.first = time.perf_counter()
 
-    def accept(self, chosen: Sampled) -> StreamPiece:
-        """Take the next token, and say what text it makes safe to show."""
+    def accept(self, chosen: Sampled | RequestError) -> StreamPiece:
+        """Take the next token, and say what text it makes safe to show. An error in its place ends the request."""
+        if isinstance(chosen, RequestError):
+            self.finish, self.error = "error", str(chosen)
+            return StreamPiece("" if self.text is None else self.text.flush(), None, self.output())
         self.sampled.append(chosen)
         text = ""
         if chosen.token_id in self.ends:
@@ -118,4 +124,5 @@ class Request:
             timings=Timings(
                 len(self.ids), len(self.ids) - self.start, self.first - self.begun, len(self.sampled), now - self.first
             ),
+            error=self.error,
         )

@@ -231,7 +231,7 @@ class Sampler:
         token_id = int(x.argmax())  # the first of equals
         peak = float(x[token_id])
         if not math.isfinite(peak):
-            raise RequestError(f"the largest logit is {peak}: the model's output, or the logit bias, is not usable")
+            raise unusable_logits(peak)
         if self.params.temperature != 0:
             token_id = self._draw(x, peak)
         accepted = self.accept(token_id)
@@ -262,6 +262,11 @@ class Sampler:
         order = np.argsort(ids)
         sums = np.cumsum(weights.numpy()[order])
         return int(ids[order[np.searchsorted(sums, u * sums[-1], side="right")]])
+
+
+def unusable_logits(peak: float | str) -> RequestError:
+    """What ends a request whose largest logit, `peak`, is not finite."""
+    return RequestError(f"the largest logit is {peak}: the model's output, or the logit bias, is not usable")
 
 
 def device_sampling(samplers: Sequence[Sampler], vocab_size: int) -> SamplingState:

@@ -1,0 +1,60 @@
+"""A request whose logits are not finite ends with an error, greedy or sampled, alone or in a batch that goes on."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nibblelm import LLM, SamplingParams
+from nibblelm.errors import RequestError
+
+POISON = 100
+"""The token whose embedding is NaN: after it every logit of its sequence is NaN, of no other sequence."""
+
+WAYS = {
+    "greedy": SamplingParams(temperature=0, max_tokens=12, ignore_eos=True),
+    "sampled": SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True),
+    "scored": SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1),
+}
+
+
+@pytest.fixture(scope="module")
+def llm(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = tmp_path_factory.mktemp("poisoned") / "model"
+    shutil.copytree(data_dir / "checkpoints" / "stories260K", folder, copy_function=shutil.copyfile)
+    folder.chmod(0o755)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.embed_tokens.weight"][POISON] = torch.nan
+    save_file(tensors, folder / "model.safetensors")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+    return LLM(folder, device="cpu", dtype="fp32")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_alone_it_raises(way: str, llm: LLM) -> None:
+    with pytest.raises(RequestError, match="largest logit is nan"):
+        llm.generate([1, POISON], WAYS[way])
+    seen = []
+    with pytest.raises(RequestError, match="largest logit is nan"):
+        for piece in llm.stream("Once upon", WAYS[way], logit_bias={POISON: 1000.0}):
+            seen.append(piece.token_id)
+    assert seen == [POISON]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_a_batch_only_that_request_ends(way: str, llm: LLM) -> None:
+    prompts = [llm.encode("Once upon"), [1, POISON], llm.encode("The dog"), [1, 5, POISON, 6]]
+    outputs = llm.generate(prompts, WAYS[way])
+    assert [output.finish_reason for output in outputs] == ["length", "error", "length", "error"]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if POISON in prompt:
+            assert output.error is not None
+            assert "largest logit is nan" in output.error
+            assert (output.text, output.token_ids) == ("", [])
+        else:
+            assert output.error is None
+            assert output.token_ids == llm.generate(prompt, WAYS[way]).token_ids
