@@ -142,7 +142,8 @@ class Tokenizer:
 class TextStream:
     """Text of a growing list of token ids: `decode` of all of them, cut at the first stop string, in pieces.
 
-    Nothing is given out that a later token could change or turn into a stop string. Costs O(1) per token.
+    Nothing is given out that a later token could change or turn into a stop string; characters spelled in byte pieces
+    come as they are complete (ByteFallbackDetokenizer says where that differs from `decode`). Costs O(1) per token.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), skip_special_tokens: bool = True) -> None:

@@ -38,10 +38,10 @@ def llm(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def test_alone_it_raises(way: str, llm: LLM) -> None:
     with pytest.raises(RequestError, match="largest logit is nan"):
         llm.generate([1, POISON], WAYS[way])
-    seen = []
+    seen: list[int | None] = []
+    stream = llm.stream("Once upon", WAYS[way], logit_bias={POISON: 1000.0})
     with pytest.raises(RequestError, match="largest logit is nan"):
-        for piece in llm.stream("Once upon", WAYS[way], logit_bias={POISON: 1000.0}):
-            seen.append(piece.token_id)
+        seen.extend(piece.token_id for piece in stream)
     assert seen == [POISON]
 
 
