@@ -2,14 +2,15 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from nibblelm import ops
+from nibblelm import _cpu, ops
 from nibblelm.batch import MAX_BATCH, Batch
 from nibblelm.checkpoint import Checkpoint, open_checkpoint
 from nibblelm.config import DecoderConfig, token_ids
@@ -18,7 +19,7 @@ from nibblelm.kv_cache import bytes_per_token
 from nibblelm.memory import require_memory
 from nibblelm.models import family, tensor_plan
 from nibblelm.ops.types import ActivationBits
-from nibblelm.request import GenerationOutput, Request, StreamPiece, Timings
+from nibblelm.request import GenerationOutput, Request, StreamPiece, Timings, check_ids
 from nibblelm.runner import Runner, workspace_bytes
 from nibblelm.runner_pool import Loan, RunnerPool
 from nibblelm.sampler import SamplingParams
@@ -66,7 +67,7 @@ class LLM:
         self.device = select_device(device)
         self.dtype, self.kv_dtype, activation_bits = numeric_types(dtype, self.device)
         if threads is not None:
-            ops.set_threads(threads)
+            use_threads(threads)
         checkpoint = open_checkpoint(model, revision)
         self.folder = checkpoint.folder
         self.config: DecoderConfig = family(checkpoint.config).read_config(checkpoint.config, strict)
@@ -113,26 +114,46 @@ class LLM:
         return bytes_per_token(c.layers, c.kv_heads, c.head_dim, self.kv_dtype)
 
     @overload
-    def generate(self, prompts: str, params: SamplingParams | None = None, **options: Any) -> GenerationOutput: ...
+    def generate(
+        self, prompts: str, params: SamplingParams | None = None, *, n: None = None, **options: Any
+    ) -> GenerationOutput: ...
     @overload
     def generate(
-        self, prompts: Sequence[Prompt] | Sequence[int], params: SamplingParams | None = None, **options: Any
+        self,
+        prompts: Sequence[Prompt] | Prompt,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        n: int | None = None,
+        **options: Any,
     ) -> Any: ...
 
-    def generate(self, prompts: Any, params: SamplingParams | None = None, **options: Any) -> Any:
-        """Continue one prompt (text, or a list of token ids) or each of a list of prompts.
+    def generate(self, prompts: Any, params: Any = None, *, n: int | None = None, **options: Any) -> Any:
+        """Continue one prompt (text, or token ids) or each of a list of prompts.
 
-        options are fields of SamplingParams, which override those of `params`; unknown ones raise.
-        Returns a GenerationOutput, or a list of them in the order of the prompts. A request that cannot go on (its
-        logits are not finite) raises RequestError if it is the only one; in a list its output says so (`error`).
+        Ids may be a list, a numpy array or a tensor. `params` may be a list, one for each prompt; options are fields of
+        SamplingParams, which override those of `params`; unknown ones raise. Returns a GenerationOutput, or a list of
+        them in the order of the prompts; with `n` a list of n outputs in each place, drawn with seed, seed + 1, ...
+
+        A request that cannot go on (its logits are not finite) raises RequestError if it is the only one; in a list its
+        output says so (`error`).
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(p, int) for p in prompts))
-        resolved = self._params(params, options)
-        requests = [self._request(self.encode(p), resolved) for p in ([prompts] if single else prompts)]
-        if single:
+        texts, single = _prompts(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(texts)
+        if len(each) != len(texts):
+            raise RequestError(f"{len(each)} SamplingParams for {len(texts)} prompts; give one, or one for each prompt")
+        if n is not None and n < 1:
+            raise RequestError(f"n is {n}; supported: 1 or more outputs for each prompt")
+        requests: list[Request] = []
+        for prompt, own in zip(texts, each, strict=True):
+            ids, resolved = self.encode(prompt), self._params(own, options)
+            requests += [self._request(ids, _nth(resolved, i)) for i in range(n or 1)]
+        if single and n is None:
             return [piece.output for piece in self._stream(requests[0])][-1]
         outputs = {index: piece.output for index, piece in self._run(requests) if piece.output is not None}
-        return [outputs[i] for i in range(len(requests))]
+        if n is None:
+            return [outputs[i] for i in range(len(requests))]
+        lists = [[outputs[first + i] for i in range(n)] for first in range(0, len(requests), n)]
+        return lists[0] if single else lists
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[StreamPiece]:
         """Continue one prompt piece by piece; the last piece carries the output."""
@@ -143,10 +164,7 @@ class LLM:
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> Iterator[StreamPiece]:
         """Answer a conversation through the chat template. Turns already in the cache are not computed again."""
-        if self.tokenizer is None:
-            raise RequestError("chat needs a tokenizer; this folder has none")
-        ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(list(messages)), add_special_tokens=False)
-        request = self._request(ids, self._params(params, options))
+        request = self._request(self.encode_chat(messages), self._params(params, options))
         return self._stream(request, reuse=True)
 
     def chat(
@@ -159,10 +177,23 @@ class LLM:
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Logits (len(ids), vocab) in fp32 of a prompt of token ids, computed by prefill."""
+        ids = _token_ids(ids)
+        check_ids(ids, self.config.vocab_size)
         with Loan() as loan:
             runner = self._pool.borrow(loan, 1)
             with self._pool.lock, torch.inference_mode():
-                return runner.prefill(list(ids), every_row=True)
+                return runner.prefill(ids, every_row=True)
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Token ids of a conversation, as the model's chat template writes it for the answer to come."""
+        if self.tokenizer is None:
+            raise RequestError("chat needs a tokenizer; this folder has none")
+        ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(list(messages)), add_special_tokens=False)
+        if not ids:
+            raise RequestError(
+                "the chat template renders nothing for these messages; use generate, or mend the template"
+            )
+        return ids
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt as `generate` uses them: special tokens as the tokenizer adds them, BOS if empty."""
@@ -171,7 +202,7 @@ class LLM:
                 raise RequestError("this folder has no tokenizer; pass token ids instead of text")
             ids = self.tokenizer.encode(prompt)
         else:
-            ids = list(prompt)
+            ids = _token_ids(prompt)
         if ids:
             return ids
         if self.bos_id is None:
@@ -202,6 +233,48 @@ class LLM:
                 with self._pool.lock:
                     pieces = batch.step()
                 yield from pieces
+
+
+def _plain(value: Any) -> Any:
+    """numpy's and torch's values as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _prompts(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts as a list, and whether it was a single one."""
+    values = _plain(prompts)
+    if isinstance(values, str):
+        return [values], True
+    if not isinstance(values, Iterable):
+        raise RequestError(f"prompts is {prompts!r:.60}; supported: text, token ids, or a list of such prompts")
+    values = [_plain(value) for value in values]
+    single = bool(values) and all(isinstance(value, int) for value in values)
+    return [values] if single else values, single
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    values = _plain(prompt)
+    ids = [_plain(i) for i in values] if isinstance(values, Iterable) else [values]
+    if not all(isinstance(i, int) for i in ids):
+        raise RequestError(f"a prompt is text or a list of token ids (integers), got {prompt!r:.60}")
+    return ids
+
+
+def _nth(params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of one of several outputs for a prompt: a seed that was asked for counts on."""
+    return params if params.seed is None else dataclasses.replace(params, seed=(params.seed + index) % 2**64)
+
+
+def use_threads(count: int) -> None:
+    """Compute on `count` CPU threads, but on no more than the cores this process may use: they would wait for each
+    other."""
+    if not isinstance(count, int) or count < 1:
+        raise RequestError(f"threads is {count!r}; supported: 1 or more, None for the cores this process may use")
+    if count > (cores := _cpu.usable_cores()):
+        warnings.warn(
+            f"{count} threads were asked for; this process may use {cores} cores, so {cores} run", stacklevel=3
+        )
+    ops.set_threads(min(count, cores))
 
 
 def select_device(name: str) -> torch.device:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 from nibblelm.errors import RequestError
@@ -60,6 +61,12 @@ class StreamPiece:
     output: GenerationOutput | None = None
 
 
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise RequestError where a token id is outside the vocabulary."""
+    if (bad := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
+        raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+
+
 class Request:
     """One sequence on its way through the batch."""
 
@@ -75,16 +82,15 @@ class Request:
         room = context - len(ids)
         if room < 1:
             raise RequestError(f"the prompt has {len(ids)} tokens; the context of {context} leaves no room to generate")
-        if bad := next((i for i in ids if not 0 <= i < vocab_size), None):
-            raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+        check_ids(ids, vocab_size)
         wanted = 256 if params.max_tokens is None else room if params.max_tokens == -1 else params.max_tokens
         self.ids, self.params, self.most = ids, params, min(wanted, room)
         self.limit: Literal["max_tokens", "context"] = (
             "context" if room < wanted or params.max_tokens == -1 else "max_tokens"
         )
-        self.ends = set(params.stop_token_ids) | (set() if params.ignore_eos else end_ids)
+        self.ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else end_ids)
         self.sampler = Sampler(params, vocab_size, ids)
-        self.text = None if tokenizer is None else TextStream(tokenizer, params.stop)
+        self.text = None if tokenizer is None else TextStream(tokenizer, params.stop or ())
         self.sampled: list[Sampled] = []
         self.prompt_logprobs: list[Sampled | None] | None = None
         self.finish: FinishReason | None = None
