@@ -21,6 +21,7 @@ LAYERS = [
     ["models"],
     ["converter", "shapes", "runner", "runner_pool", "sampler", "benchmark", "request", "batch", "engine"],
     ["cli"],
+    ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

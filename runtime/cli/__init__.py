@@ -6,12 +6,18 @@ one readable line; 2 for usage; 130 after Ctrl-C.
 
 import argparse
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
 
 from nibblelm import __version__
 from nibblelm.errors import NibbleLMError
+
+_HEEDS_INTERRUPTS = {"chat": "nibblelm.engine", "convert": "nibblelm.converter"}
+"""Commands that end an answer, or leave things in order, at a KeyboardInterrupt; and what they import first."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -38,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.debug:
         warnings.showwarning = _plain_warning
     try:
-        return args.run(args)
+        with _interrupts(args.command):
+            return args.run(args)
     except KeyboardInterrupt:
         print("\nnibblelm: interrupted", file=sys.stderr)
         return 130
@@ -50,6 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"nibblelm: error: {str(error) or type(error).__name__}", file=sys.stderr)
         return 1
+
+
+@contextmanager
+def _interrupts(command: str) -> Iterator[None]:
+    """KeyboardInterrupt for commands that heed it; for others Ctrl-C stays what it was (`nibblelm.__main__.leave`)."""
+    handler = signal.getsignal(signal.SIGINT)
+    if command not in _HEEDS_INTERRUPTS or not callable(handler):
+        yield
+        return
+    import_module(_HEEDS_INTERRUPTS[command])
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _plain_warning(message: Warning | str, *_: object, **__: object) -> None:

@@ -5,6 +5,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from nibblelm.cli.options import positive
+
 if TYPE_CHECKING:
     from nibblelm.benchmark import Load
     from nibblelm.runner import Runner
@@ -21,11 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=int, choices=(-1, 32, 64, 128), default=-1, help="of --shape; -1 per row")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
-    parser.add_argument("--threads", type=int, metavar="N")
+    parser.add_argument("--threads", type=positive, metavar="N")
     loads = parser.add_argument_group("load", "several values measure several loads of one model; short lists repeat")
     for flag, default, text in (
-        ("--prompt-tokens", 512, ""),
-        ("--gen-tokens", 128, ""),
+        ("--prompt-tokens", None, "512, or what the context has room for"),
+        ("--gen-tokens", None, "128, or what the context has room for"),
         ("--batch", 1, "sequences"),
         ("--depth", 0, "tokens in the cache before the prompt"),
     ):
@@ -36,11 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nibblelm.benchmark import Load, read_bandwidth
+    from nibblelm.benchmark import read_bandwidth
     from nibblelm.errors import RequestError
 
-    lists = (args.prompt_tokens, args.gen_tokens, args.batch, args.depth)
-    loads = [Load(*(v[min(i, len(v) - 1)] for v in lists)) for i in range(max(map(len, lists)))]
+    loads = _loads(args, _context_limit(args))
     for load in loads:
         if min(load.prompt_tokens, load.generated_tokens, load.batch) < 1 or load.depth < 0:
             raise RequestError("--prompt-tokens, --gen-tokens and --batch must be at least 1, --depth at least 0")
@@ -52,6 +53,40 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(row) if args.json else _table(row), flush=True)
         del runner
     return 0
+
+
+def _loads(args: argparse.Namespace, limit: int) -> "list[Load]":
+    """The loads that the flags ask for; tokens that were not asked for fit into `limit` positions."""
+    from nibblelm.benchmark import Load
+
+    lists = (args.prompt_tokens, args.gen_tokens, args.batch, args.depth)
+    loads: list[Load] = []
+    for i in range(max(map(len, lists))):
+        prompt, generated, batch, depth = (v[min(i, len(v) - 1)] for v in lists)
+        room = limit - depth
+        if generated is None:
+            generated = max(1, min(128, room // 4 if prompt is None else room - prompt))
+        if prompt is None:
+            prompt = max(1, min(512, room - generated))
+        loads.append(Load(prompt, generated, batch, depth))
+    return loads
+
+
+def _context_limit(args: argparse.Namespace) -> int:
+    from nibblelm.checkpoint import open_checkpoint
+    from nibblelm.models import family
+
+    raw = _shape(args.shape) if args.shape else open_checkpoint(args.model).config
+    return family(raw).read_config(raw).max_positions
+
+
+def _shape(name: str) -> dict[str, Any]:
+    from nibblelm.errors import RequestError
+    from nibblelm.shapes import SHAPES
+
+    if name not in SHAPES:
+        raise RequestError(f"shape {name!r} is not known; known: {sorted(SHAPES)}")
+    return SHAPES[name]
 
 
 def _measured(
@@ -102,19 +137,15 @@ def _from_model(args: argparse.Namespace, context: int) -> tuple["Runner", dict[
 def _from_shape(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:
     import time
 
-    from nibblelm import ops
-    from nibblelm.engine import numeric_types, select_device
+    from nibblelm.engine import numeric_types, select_device, use_threads
     from nibblelm.errors import RequestError
     from nibblelm.models import family
     from nibblelm.random_weights import RandomWeights
     from nibblelm.runner import Runner
-    from nibblelm.shapes import SHAPES
 
-    if args.shape not in SHAPES:
-        raise RequestError(f"shape {args.shape!r} is not known; known: {sorted(SHAPES)}")
     if args.threads is not None:
-        ops.set_threads(args.threads)
-    raw, device = SHAPES[args.shape], select_device(args.device)
+        use_threads(args.threads)
+    raw, device = _shape(args.shape), select_device(args.device)
     module = family(raw)
     config = module.read_config(raw)
     if context > config.max_positions:
