@@ -90,3 +90,7 @@ def test_guard_against_the_folder_names() -> None:
         )
         assert result.returncode != 0
         assert "nibblelm" in result.stderr
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()
