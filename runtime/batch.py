@@ -59,6 +59,7 @@ class Batch:
         elif self._runner.device.type == "cuda" and all(r.params.logprobs is None for r in active.values()):
             chosen = self._fly()
         else:
+            self._flight = None  # what it holds on the device falls behind
             ids, slots = zip(*((r.sampled[-1].token_id, r.slot) for r in active.values()), strict=True)
             chosen = _choose(active, self._runner.decode(ids, slots))
         pieces = [(index, active[index].accept(token)) for index, token in chosen.items()]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,7 @@ from nibblelm.sampler import SamplingParams
 from nibblelm.tokenizer import Tokenizer, load_tokenizer
 from nibblelm.weights import CheckpointWeights, check_tensors
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | np.ndarray | Tensor
 CUDA_CONTEXT = 8192
 """Positions allocated on a GPU when max_context is not given (or the model's limit, if that is smaller)."""
 
@@ -141,8 +142,8 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params] * len(texts)
         if len(each) != len(texts):
             raise RequestError(f"{len(each)} SamplingParams for {len(texts)} prompts; give one, or one for each prompt")
-        if n is not None and n < 1:
-            raise RequestError(f"n is {n}; supported: 1 or more outputs for each prompt")
+        if n is not None and (not isinstance(n, int) or n < 1):
+            raise RequestError(f"n is {n!r}; supported: 1 or more outputs for each prompt")
         requests: list[Request] = []
         for prompt, own in zip(texts, each, strict=True):
             ids, resolved = self.encode(prompt), self._params(own, options)
@@ -175,7 +176,7 @@ class LLM:
         assert output is not None
         return output
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
+    def logits(self, ids: Sequence[int] | np.ndarray | Tensor) -> Tensor:
         """Logits (len(ids), vocab) in fp32 of a prompt of token ids, computed by prefill."""
         ids = _token_ids(ids)
         check_ids(ids, self.config.vocab_size)

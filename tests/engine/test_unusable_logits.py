@@ -45,6 +45,16 @@ def test_alone_it_raises(way: str, llm: LLM) -> None:
     assert seen == [POISON]
 
 
+def test_errors_that_are_kept_hold_no_cache(llm: LLM) -> None:
+    kept: list[RequestError] = []
+    for _ in range(20):  # more than calls that may be live
+        try:
+            llm.generate([1, POISON], WAYS["greedy"])
+        except RequestError as error:
+            kept.append(error)
+    assert {str(error).split(":")[0] for error in kept} == {"the largest logit is nan"}
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_in_a_batch_only_that_request_ends(way: str, llm: LLM) -> None:
     prompts = [llm.encode("Once upon"), [1, POISON], llm.encode("The dog"), [1, 5, POISON, 6]]
