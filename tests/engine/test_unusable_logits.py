@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nibblelm import LLM, SamplingParams
+from nibblelm import LLM, SamplingParams, ops
 from nibblelm.errors import RequestError
 
 POISON = 100
@@ -20,8 +20,12 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def llm(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+USABLE, REASON = ops.cuda_available()
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)])
+
+
+@pytest.fixture(scope="module", params=["cpu", CUDA])
+def llm(request: pytest.FixtureRequest, data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = tmp_path_factory.mktemp("poisoned") / "model"
     shutil.copytree(data_dir / "checkpoints" / "stories260K", folder, copy_function=shutil.copyfile)
     folder.chmod(0o755)
@@ -31,16 +35,16 @@ def llm(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     save_file(tensors, folder / "model.safetensors")
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
-    return LLM(folder, device="cpu", dtype="fp32")
+    return LLM(folder, device=request.param, dtype="fp32")
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_alone_it_raises(way: str, llm: LLM) -> None:
-    with pytest.raises(RequestError, match="largest logit is nan"):
+    with pytest.raises(RequestError, match="largest logit is n"):
         llm.generate([1, POISON], WAYS[way])
     seen: list[int | None] = []
     stream = llm.stream("Once upon", WAYS[way], logit_bias={POISON: 1000.0})
-    with pytest.raises(RequestError, match="largest logit is nan"):
+    with pytest.raises(RequestError, match="largest logit is n"):
         seen.extend(piece.token_id for piece in stream)
     assert seen == [POISON]
 
@@ -63,7 +67,7 @@ def test_in_a_batch_only_that_request_ends(way: str, llm: LLM) -> None:
     for prompt, output in zip(prompts, outputs, strict=True):
         if POISON in prompt:
             assert output.error is not None
-            assert "largest logit is nan" in output.error
+            assert "largest logit is n" in output.error
             assert (output.text, output.token_ids) == ("", [])
         else:
             assert output.error is None
