@@ -21,6 +21,7 @@ from nibblelm.checkpoint.work_folder import WorkFolder
 from nibblelm.checkpoint.writer import FolderWriter, OutputFile, plan_files, typed_write_errors, write_json
 from nibblelm.converter.plan import Unit, fallbacks, output_config, plan_units
 from nibblelm.converter.report import ConvertReport, build_record, build_report
+from nibblelm.converter.source import blocks
 from nibblelm.errors import ConvertError
 from nibblelm.models import family, tensor_plan
 from nibblelm.quant.affine import pack_zero_point
@@ -28,7 +29,6 @@ from nibblelm.quant.rows import quantize_rows
 from nibblelm.quant.schemes import Options
 from nibblelm.weights import check_tensors
 
-BLOCK_BYTES = 32 << 20
 RECORD = "nibblelm.json"
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".md")
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
@@ -232,7 +232,7 @@ class _Conversion:
             positions[name] += len(written)
 
         error = norm = 0.0
-        for block in self._blocks(unit):
+        for block in blocks(self._checkpoint, unit.source):
             if unit.scheme is None:
                 write(unit.spec.name, block)
             else:
@@ -244,50 +244,18 @@ class _Conversion:
         write(f"{unit.spec.name}_shape", torch.tensor(unit.spec.shape))
         return {"sha256": _combined(digests), "relative_error": (error / norm) ** 0.5 if norm else 0.0}
 
-    def _blocks(self, unit: Unit) -> Any:
-        """The source tensor in blocks of whole rows, read into one buffer that the next block overwrites.
-
-        Plain reads rather than the memory map: an unreadable sector is then an error instead of a SIGBUS.
-        """
-        info = self._checkpoint.info(unit.source)
-        rows, cols = info.shape if len(info.shape) == 2 else (info.nbytes // info.dtype.itemsize, 1)
-        row_bytes = cols * info.dtype.itemsize
-        # Zero-points are packed eight (or four) rows to a word, so blocks hold multiples of eight rows.
-        step = max(BLOCK_BYTES // max(row_bytes, 1) // 8 * 8, 8)
-        buffer = bytearray(min(step, rows) * row_bytes)
-        try:
-            with info.file.open("rb", buffering=0) as file:
-                for row in range(0, rows, step):
-                    view = memoryview(buffer)[: min(step, rows - row) * row_bytes]
-                    file.seek(info.offset + row * row_bytes)
-                    _read_into(file, view, info.file)
-                    yield torch.frombuffer(view, dtype=info.dtype).view(-1, cols)
-        except OSError as cause:
-            raise ConvertError(f"cannot read {unit.source} from {info.file}: {cause.strerror or cause}") from cause
-
     def _quantize(
         self, unit: Unit, block: torch.Tensor, write: Callable[[str, torch.Tensor], None]
     ) -> tuple[float, float]:
         scheme, name = unit.scheme, unit.spec.name
         assert scheme is not None
-        try:
-            part = quantize_rows(block, scheme.bits, scheme.group_size, scheme.symmetric, self._method, self._threads)
-        except ConvertError as cause:
-            raise ConvertError(f"{unit.source}: {cause}") from cause
+        part = quantize_rows(block, scheme.bits, scheme.group_size, scheme.symmetric, self._method, self._threads)
         write(f"{name}_packed", part.codes)
         write(f"{name}_scale", part.scale)
         if not scheme.symmetric:
             write(f"{name}_zero_point", pack_zero_point(part.zero, scheme.bits))
         # numpy sums in one thread: the last digit must not depend on how many there are
         return float(part.squared_error.numpy().sum()), float(part.squared_norm.numpy().sum())
-
-
-def _read_into(file: Any, view: memoryview, path: Path) -> None:
-    while len(view):
-        count = file.readinto(view)
-        if not count:
-            raise ConvertError(f"{path} ended early: it was changed or cut off while it was read")
-        view = view[count:]
 
 
 def _combined(digests: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from nibblelm import convert
 from nibblelm.checkpoint import Scheme, open_checkpoint
 from nibblelm.converter import parse_size
+from nibblelm.converter import source as source_reader
 from nibblelm.errors import CheckpointError, ConfigError, ConvertError
 from nibblelm.ops.reference import dequantize
 from nibblelm.ops.types import QuantizedWeight
@@ -303,14 +304,22 @@ def test_refuses_missing_unexpected_and_misshapen_tensors(save, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_not_finite_weight_names_tensor_and_row(save, tmp_path):
-    source = save("llama")
-
-    def spoil(state):
-        state["model.layers.1.mlp.up_proj.weight"][17, 3] = float("nan")
-
-    edit(source, spoil)
-    with pytest.raises(ConvertError, match=r"model.layers.1.mlp.up_proj.weight: row 17 holds a NaN"):
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", 171),
+        (TABLE, 330),
+        (HEAD, 64),
+        ("model.norm.weight", 63),
+        ("model.layers.0.input_layernorm.weight", 0),
+    ],
+)
+def test_not_finite_weight_names_tensor_and_row(name, row, value, save, tmp_path, monkeypatch):
+    monkeypatch.setattr(source_reader, "BLOCK_BYTES", 16 * 64 * 2)  # the row is counted over blocks
+    source = save("llama", tie_word_embeddings=False)
+    edit(source, lambda state: state[name].view(state[name].shape[0], -1)[row, -1].fill_(value))
+    with pytest.raises(ConvertError, match=rf"{name}: row {row} holds a NaN or an infinity"):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
