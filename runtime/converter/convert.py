@@ -2,14 +2,13 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
 from typing import Any, Literal
 
 import torch
@@ -21,7 +20,7 @@ from nibblelm.checkpoint.work_folder import WorkFolder
 from nibblelm.checkpoint.writer import FolderWriter, OutputFile, plan_files, typed_write_errors, write_json
 from nibblelm.converter.plan import Unit, fallbacks, output_config, plan_units
 from nibblelm.converter.report import ConvertReport, build_record, build_report
-from nibblelm.converter.source import blocks
+from nibblelm.converter.source import SourceHashes, blocks
 from nibblelm.errors import ConvertError
 from nibblelm.models import family, tensor_plan
 from nibblelm.quant.affine import pack_zero_point
@@ -88,11 +87,10 @@ def convert(
     fingerprint = _fingerprint(checkpoint, options, files)
     work = WorkFolder(Path(dst), checkpoint.folder, resume, overwrite, sum(file.nbytes for file in files))
     with work, Journal(work.path, fingerprint) as journal, FolderWriter(work.path, files) as writer:
-        hashes = _SourceHashes(checkpoint, units)
-        with hashes:
+        with SourceHashes(checkpoint) as hashes:
             conversion = _Conversion(checkpoint, writer, journal, options.method, threads or _cores(), progress)
             errors = conversion.run(units)
-            source_files = hashes.wait()
+            source_files = hashes.files(conversion.read)
         report = build_report(checkpoint, Path(dst), options, units, files, errors, notes)
         writer.finish()
         _copy_companions(checkpoint, work.path)
@@ -131,50 +129,19 @@ def _plan(checkpoint: Checkpoint, options: Options, strict: bool) -> list[Unit]:
 
 
 def _fingerprint(checkpoint: Checkpoint, options: Options, files: Sequence[OutputFile]) -> dict[str, Any]:
-    """Everything that decides the output's bytes; source contents by size and time of change."""
-    paths = {checkpoint.info(name).file for name in checkpoint.names()} | {checkpoint.folder / "config.json"}
+    """Everything that decides the output's bytes.
+
+    The weights stand here by size and time of change, which refuses most changes at once; `SourceHashes` finds all.
+    """
+    paths = {checkpoint.info(name).file for name in checkpoint.names()}
     stats = {path.name: path.stat() for path in sorted(paths)}
     return {
         "version": __version__,
         "options": dataclasses.asdict(options),
         "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "config": hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode()).hexdigest(),
         "layout": hashlib.sha256(b"".join(file.header for file in files)).hexdigest(),
     }
-
-
-class _SourceHashes:
-    """SHA-256 of every source file, computed in a thread of its own beside the conversion."""
-
-    def __init__(self, checkpoint: Checkpoint, units: Sequence[Unit]) -> None:
-        self._paths = list(dict.fromkeys(checkpoint.info(unit.source).file for unit in units))
-        self._stop = Event()
-
-    def __enter__(self) -> "_SourceHashes":
-        self._pool = ThreadPoolExecutor(1)
-        self._found: list[Future[str]] = [self._pool.submit(self._hash, path) for path in self._paths]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._pool.shutdown(cancel_futures=True)
-
-    def _hash(self, path: Path) -> str:
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while not self._stop.is_set() and (piece := file.read(1 << 20)):
-                digest.update(piece)
-        return digest.hexdigest()
-
-    def wait(self) -> dict[str, dict[str, Any]]:
-        """File name -> {"bytes", "sha256"}."""
-        try:
-            sums = [future.result() for future in self._found]
-        except OSError as cause:
-            raise ConvertError(f"cannot read {cause.filename}: {cause.strerror or cause}") from cause
-        return {
-            path.name: {"bytes": path.stat().st_size, "sha256": sha256}
-            for path, sha256 in sorted(zip(self._paths, sums, strict=True))
-        }
 
 
 class _Conversion:
@@ -193,6 +160,7 @@ class _Conversion:
         self._method, self._threads, self._progress = method, threads, progress
         self._done = self._total = 0
         self.reused = 0
+        self.read: list[tuple[str, str]] = []  # source tensor and the SHA-256 of what was read of it, also before
 
     def run(self, units: Sequence[Unit]) -> dict[str, float]:
         """Convert what the journal does not have yet; returns the relative error per quantized module."""
@@ -206,6 +174,7 @@ class _Conversion:
             else:
                 record = self._convert(unit)
                 self._journal.add(unit.spec.name, record)
+            self.read.append((unit.source, record["source"]))
             if unit.scheme is not None:
                 errors[unit.spec.module] = record["relative_error"]
         return errors
@@ -232,17 +201,18 @@ class _Conversion:
             positions[name] += len(written)
 
         error = norm = 0.0
-        for block in blocks(self._checkpoint, unit.source):
+        source = hashlib.sha256()
+        for block in blocks(self._checkpoint, unit.source, source):
             if unit.scheme is None:
                 write(unit.spec.name, block)
             else:
                 squared = self._quantize(unit, block, write)
                 error, norm = error + squared[0], norm + squared[1]
             self._advance(unit, block.numel())
-        if unit.scheme is None:
-            return {"sha256": _combined(digests)}
-        write(f"{unit.spec.name}_shape", torch.tensor(unit.spec.shape))
-        return {"sha256": _combined(digests), "relative_error": (error / norm) ** 0.5 if norm else 0.0}
+        if unit.scheme is not None:
+            write(f"{unit.spec.name}_shape", torch.tensor(unit.spec.shape))
+        record = {"sha256": _combined(digests), "source": source.hexdigest()}
+        return record if unit.scheme is None else {**record, "relative_error": (error / norm) ** 0.5 if norm else 0.0}
 
     def _quantize(
         self, unit: Unit, block: torch.Tensor, write: Callable[[str, torch.Tensor], None]

@@ -1,21 +1,28 @@
-"""Reading the tensors of a source checkpoint in blocks of rows, each checked to be finite."""
+"""Reading the tensors of a source checkpoint: in blocks of rows, all finite, and the same bytes from first to last."""
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nibblelm.checkpoint import Checkpoint
+from nibblelm.checkpoint.json_object import listed
+from nibblelm.checkpoint.safetensors_file import TensorInfo
 from nibblelm.errors import ConvertError
 
 BLOCK_BYTES = 32 << 20
 
 
-def blocks(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
+def blocks(checkpoint: Checkpoint, name: str, digest: Any) -> Iterator[Tensor]:
     """A tensor in blocks of whole rows, (R, K) or (R, 1), read into one buffer that the next block overwrites.
 
+    `digest`, a hash object of hashlib, takes every byte that was read.
     Plain reads rather than the memory map: an unreadable sector is then an error instead of a SIGBUS. Raises
     ConvertError, also for a NaN or an infinity.
     """
@@ -31,6 +38,7 @@ def blocks(checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
             for row in range(0, rows, step):
                 view = memoryview(buffer)[: min(step, rows - row) * row_bytes]
                 _read_into(file, view, info.file)
+                digest.update(view)
                 block = torch.frombuffer(view, dtype=info.dtype).view(-1, cols)
                 check_finite(name, row, block)
                 yield block
@@ -55,3 +63,56 @@ def check_finite(name: str, first_row: int, block: Tensor) -> None:
             f"{name}: row {row} holds a NaN or an infinity; only finite weights can be converted. The source is "
             "damaged or its training failed: fetch it again, or take another checkpoint of it"
         )
+
+
+class SourceHashes:
+    """SHA-256 of every weight file and every tensor, in a thread of its own beside the conversion.
+
+    What was converted, now or before an interruption, is compared with it by tensor: size and time of a file can
+    stay the same when its bytes change.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._infos: dict[Path, list[TensorInfo]] = {}
+        for info in sorted(map(checkpoint.info, checkpoint.names()), key=lambda info: (info.file.name, info.offset)):
+            self._infos.setdefault(info.file, []).append(info)
+        self._stop = Event()
+        self._tensors: dict[str, str] = {}
+
+    def __enter__(self) -> "SourceHashes":
+        self._pool = ThreadPoolExecutor(1)
+        self._found: list[Future[dict[str, Any]]] = [
+            self._pool.submit(self._hash, path, infos) for path, infos in self._infos.items()
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _hash(self, path: Path, infos: list[TensorInfo]) -> dict[str, Any]:
+        whole = hashlib.sha256()
+        with path.open("rb") as file:
+            whole.update(file.read(infos[0].offset))
+            for info in infos:  # without gaps, as the reader of the header made sure
+                tensor, left = hashlib.sha256(), info.nbytes
+                while not self._stop.is_set() and (piece := file.read(min(left, 1 << 20))):
+                    whole.update(piece)
+                    tensor.update(piece)
+                    left -= len(piece)
+                self._tensors[info.name] = tensor.hexdigest()
+        return {"bytes": path.stat().st_size, "sha256": whole.hexdigest()}
+
+    def files(self, read: Iterable[tuple[str, str]]) -> dict[str, dict[str, Any]]:
+        """File name -> {"bytes", "sha256"}, once all of `read`, (tensor, SHA-256), was found to be in the files."""
+        try:
+            files = {path.name: future.result() for path, future in zip(self._infos, self._found, strict=True)}
+        except OSError as cause:
+            raise ConvertError(f"cannot read {cause.filename}: {cause.strerror or cause}") from cause
+        changed = [name for name, sha256 in read if self._tensors[name] != sha256]
+        if changed:
+            raise ConvertError(
+                f"the source changed while it was converted, or since the conversion that is resumed: "
+                f"{listed(changed)} hold other bytes now than were read; start again with --overwrite"
+            )
+        return files
