@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nibblelm.checkpoint.json_object import listed
 from nibblelm.errors import ConfigError
 
 REQUIRED: Any = object()
@@ -75,7 +76,7 @@ def read_keys(raw: Mapping[str, Any], keys: Mapping[str, Key], strict: bool = Fa
     values = {name: key.read(name, raw) for name, key in keys.items()}
     unknown = sorted(set(raw) - set(keys) - _INERT - {"rope_parameters", "rope_scaling", "rope_theta"})
     if unknown:
-        message = f"config.json has keys unknown to model_type {raw.get('model_type')!r}: {', '.join(unknown)}"
+        message = f"config.json has keys unknown to model_type {raw.get('model_type')!r}: {listed(unknown, 20)}"
         if strict:
             raise ConfigError(message + "; run without --strict to ignore them")
         warnings.warn(message + " (ignored)", stacklevel=2)

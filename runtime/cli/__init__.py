@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 
 from nibblelm import __version__
-from nibblelm.errors import NibbleLMError
+from nibblelm.errors import NibbleLMError, printable
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (NibbleLMError, OSError, MemoryError) as error:
         if args.debug:
             raise
-        print(f"nibblelm: error: {str(error) or type(error).__name__}", file=sys.stderr)
+        print(f"nibblelm: error: {printable(str(error)) or type(error).__name__}", file=sys.stderr)
         return 1
 
 
 def _plain_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"nibblelm: warning: {message}", file=sys.stderr)
+    print(f"nibblelm: warning: {printable(str(message))}", file=sys.stderr)

@@ -79,6 +79,7 @@ def convert(
     options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings)
     shard_bytes = parse_size(max_shard_size)
     checkpoint = open_checkpoint(src)
+    companions = _companions(checkpoint)
     units = _plan(checkpoint, options, strict)
     files = plan_files([unit.outputs for unit in units], shard_bytes)
     notes = fallbacks(units, options)
@@ -93,7 +94,9 @@ def convert(
             source_files = hashes.files(conversion.read)
         report = build_report(checkpoint, Path(dst), options, units, files, errors, notes)
         writer.finish()
-        _copy_companions(checkpoint, work.path)
+        for path in companions:
+            with typed_write_errors(work.path / path.name):
+                shutil.copyfile(path, work.path / path.name)
         write_json(work.path / RECORD, build_record(report, options, source_files))
         write_json(work.path / "config.json", output_config(checkpoint.config, units))
         work.commit()
@@ -232,14 +235,10 @@ def _combined(digests: dict[str, Any]) -> str:
     return hashlib.sha256(b"".join(digest.digest() for digest in digests.values())).hexdigest()
 
 
-def _copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
+def _companions(checkpoint: Checkpoint) -> list[Path]:
     """Tokenizer, generation and licence files; never code, and nothing that describes the source's weights."""
+    names = sorted(path.name for path in checkpoint.folder.iterdir())
+    wanted = [name for name in names if Path(name).suffix in _COPIED or name.upper().startswith(_LICENCES)]
     written = {"config.json", RECORD}
-    for path in sorted(checkpoint.folder.iterdir()):
-        wanted = path.suffix in _COPIED or path.name.upper().startswith(_LICENCES)
-        if not wanted or path.name in written or path.name.endswith(".index.json") or not path.is_file():
-            continue
-        source = checkpoint.file(path.name)
-        if source is not None:
-            with typed_write_errors(folder / path.name):
-                shutil.copyfile(source, folder / path.name)
+    found = [checkpoint.file(name) for name in wanted if name not in written and not name.endswith(".index.json")]
+    return [path for path in found if path is not None and path.is_file()]

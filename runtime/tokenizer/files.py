@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FILES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "config.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+)
+"""Everything that is read of a tokenizer, under these names."""
 GENERIC = "TokenizersBackend"
 # model_type -> the class transformers takes for it; GENERIC overrules the class that the folder names
 CLASS_OF_MODEL_TYPE = {

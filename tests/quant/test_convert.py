@@ -234,6 +234,18 @@ def test_source_in_a_hub_cache_is_a_folder_of_links(save, tmp_path):
         assert copy.read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"])
+def test_a_link_out_of_the_folder_is_refused_before_any_work(name, save, tmp_path):
+    source = save("llama")
+    (tmp_path / "secret").write_text("{}")
+    (source / name).symlink_to(tmp_path / "secret")
+    calls = []
+    with pytest.raises(CheckpointError, match=rf"{name} is a link that leads out of the folder"):
+        convert(source, tmp_path / "out", progress=lambda *call: calls.append(call))
+    assert not calls
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "source"]
+
+
 def test_record(save, tmp_path):
     source = save("llama")
     report = convert(source, tmp_path / "out", bits=4, group_size=32)
@@ -291,7 +303,7 @@ def test_refuses_missing_unexpected_and_misshapen_tensors(save, tmp_path):
     edit(source, lambda state: state.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     convert(source, tmp_path / "buffers-are-dropped")
     edit(source, lambda state: (state.pop("model.norm.weight"), state.update({"model.odd": torch.ones(1)})))
-    with pytest.raises(CheckpointError, match=r"missing: model.norm.weight; unexpected: model.odd"):
+    with pytest.raises(CheckpointError, match=r"missing: 'model.norm.weight'; unexpected: 'model.odd'"):
         convert(source, tmp_path / "out")
     source = save("llama")
     edit(source, lambda state: state.update({"model.layers.1.mlp.up_proj.weight": torch.ones(171, 64).bfloat16()}))
