@@ -1,5 +1,7 @@
 """Typed errors. Each message says what was got, what is supported and what to do."""
 
+_LONGEST = 2000
+
 
 def printable(text: str) -> str:
     """`text` on one line, with what a terminal would obey (control characters, marks of direction) escaped."""
@@ -10,7 +12,8 @@ class NibbleLMError(Exception):
     """Base of every error this package raises on purpose; the CLI prints it as one line and exits with 1."""
 
     def __str__(self) -> str:
-        return printable(super().__str__())  # messages quote files of strangers
+        text = printable(super().__str__())  # messages quote files of strangers
+        return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 class ConfigError(NibbleLMError):

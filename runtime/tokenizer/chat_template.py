@@ -31,13 +31,9 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapp
     except jinja2.TemplateSyntaxError as error:
         raise TokenizerError(f"the chat template does not parse: {error.message} (line {error.lineno})") from error
     except jinja2.TemplateError as error:
-        raise TokenizerError(f"the chat template refused the messages: {_cut(error)}") from error
+        raise TokenizerError(f"the chat template refused the messages: {error}") from error
     except Exception as error:  # a template is a program of a stranger: whatever it raises is its failure
-        raise TokenizerError(f"the chat template failed: {type(error).__name__}: {_cut(error)}") from error
-
-
-def _cut(error: Exception) -> str:
-    return str(error)[:500]
+        raise TokenizerError(f"the chat template failed: {type(error).__name__}: {error}") from error
 
 
 @lru_cache(maxsize=8)

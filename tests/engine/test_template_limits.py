@@ -69,7 +69,7 @@ def test_hostile_templates_are_stopped(template: str) -> None:
     before, begun = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
     with pytest.raises(TokenizerError) as caught:
         render(template, CHAT, {})
-    assert len(str(caught.value)) < 1000
+    assert len(str(caught.value)) <= 2000
     assert time.thread_time() - begun < 15
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10 < 600, "MiB"
 
