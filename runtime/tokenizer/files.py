@@ -23,6 +23,7 @@ FILES = (
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
 )
 """Everything that is read of a tokenizer, under these names."""
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # others the library would print
 GENERIC = "TokenizersBackend"
 # model_type -> the class transformers takes for it; GENERIC overrules the class that the folder names
 CLASS_OF_MODEL_TYPE = {
@@ -88,7 +89,7 @@ def read_settings(folder: Path) -> Settings:
     if "added_tokens_decoder" in config:
         try:
             added = {
-                int(i): {**token, "content": str(token["content"])}
+                int(i): {key: token[key] for key in _TOKEN_FLAGS if key in token} | {"content": str(token["content"])}
                 for i, token in config["added_tokens_decoder"].items()
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:

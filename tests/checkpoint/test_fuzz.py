@@ -267,7 +267,7 @@ def tokenizer_folder(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
-def test_tokenizer_files(name: str, tmp_path: Path) -> None:
+def test_tokenizer_files(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     contents = tokenizer_folder(tmp_path)[name]
     if name == "special_tokens_map.json":  # read where no added_tokens_decoder is
         (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -284,6 +284,7 @@ def test_tokenizer_files(name: str, tmp_path: Path) -> None:
     accepted, refused = run_cases(case, 500)
     assert accepted > 20
     assert refused > 50
+    assert capfd.readouterr() == ("", ""), "the library says nothing of its own"
 
 
 @pytest.mark.parametrize(
