@@ -53,6 +53,9 @@ class Key:
         return value
 
 
+MAX_POSITIONS = 1 << 24
+"""fp32, in which the angles of rotary embedding are computed, counts no further."""
+
 POSITIVE = Key(int, minimum=1)
 
 # Keys that change nothing in inference, or that other readers own (the quantization scheme, tokens, generation).
@@ -218,6 +221,11 @@ def decoder_config(raw: Mapping[str, Any], values: Mapping[str, Any], **features
         head_dim = hidden // heads
     if layers > 4096:
         raise ConfigError(f"config.json: num_hidden_layers {layers} is more than the supported 4096")
+    if values["max_position_embeddings"] > MAX_POSITIONS:
+        raise ConfigError(
+            f"config.json: max_position_embeddings {values['max_position_embeddings']} is more than the supported "
+            f"{MAX_POSITIONS}; set it to the context the model was trained for"
+        )
     if heads % kv_heads:
         raise ConfigError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
