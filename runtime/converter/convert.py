@@ -48,6 +48,7 @@ def convert(
     keep: Sequence[str] = (),
     keep_tied: bool = False,
     embeddings: Literal[4, 8] | None = None,
+    dtype: str = "auto",
     max_shard_size: int | str = "4GB",
     resume: bool = False,
     overwrite: bool = False,
@@ -65,6 +66,8 @@ def convert(
     keep_tied         keep one 16-bit table for embedding and head. Otherwise the head becomes int8 per row, and a
                       tied model gets a head of its own
     embeddings        4 or 8 also quantizes the embedding table, which transformers cannot open
+    dtype             "fp32", "bf16" or "fp16": convert as if the source were in it. "auto" leaves it as it is, except
+                      that embedding tables and kept matrices of an fp32 source are stored in bf16
     max_shard_size    bytes, or text such as "4GB" or "500MiB"
     resume            go on with what an interrupted conversion of the same source and options finished
     overwrite         replace a model folder at `dst`, once the new one is complete; start an unfinished one afresh
@@ -76,7 +79,7 @@ def convert(
     """
     started = time.monotonic()
     rules = (keep,) if isinstance(keep, str) else tuple(keep)
-    options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings)
+    options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, dtype)
     shard_bytes = parse_size(max_shard_size)
     checkpoint = open_checkpoint(src)
     companions = _companions(checkpoint)
@@ -98,7 +101,7 @@ def convert(
             with typed_write_errors(work.path / path.name):
                 shutil.copyfile(path, work.path / path.name)
         write_json(work.path / RECORD, build_record(report, options, source_files))
-        write_json(work.path / "config.json", output_config(checkpoint.config, units))
+        write_json(work.path / "config.json", output_config(checkpoint.config, units, options))
         work.commit()
     return dataclasses.replace(report, seconds=time.monotonic() - started, reused_tensors=conversion.reused)
 
@@ -167,7 +170,7 @@ class _Conversion:
 
     def run(self, units: Sequence[Unit]) -> dict[str, float]:
         """Convert what the journal does not have yet; returns the relative error per quantized module."""
-        self._total = sum(unit.parameters * unit.dtype.itemsize for unit in units)
+        self._total = sum(unit.parameters * unit.source_dtype.itemsize for unit in units)
         errors: dict[str, float] = {}
         for unit in units:
             record = self._journal.records.get(unit.spec.name)
@@ -183,7 +186,7 @@ class _Conversion:
         return errors
 
     def _advance(self, unit: Unit, elements: int) -> None:
-        self._done += elements * unit.dtype.itemsize
+        self._done += elements * unit.source_dtype.itemsize
         if self._progress is not None:
             self._progress(self._done, self._total, unit.spec.name)
 
@@ -205,7 +208,7 @@ class _Conversion:
 
         error = norm = 0.0
         source = hashlib.sha256()
-        for block in blocks(self._checkpoint, unit.source, source):
+        for block in blocks(self._checkpoint, unit.source, source, unit.dtype):
             if unit.scheme is None:
                 write(unit.spec.name, block)
             else:

@@ -19,10 +19,10 @@ from nibblelm.errors import ConvertError
 BLOCK_BYTES = 32 << 20
 
 
-def blocks(checkpoint: Checkpoint, name: str, digest: Any) -> Iterator[Tensor]:
+def blocks(checkpoint: Checkpoint, name: str, digest: Any, dtype: torch.dtype) -> Iterator[Tensor]:
     """A tensor in blocks of whole rows, (R, K) or (R, 1), read into one buffer that the next block overwrites.
 
-    `digest`, a hash object of hashlib, takes every byte that was read.
+    `digest`, a hash object of hashlib, takes every byte that was read; `dtype` is that of the blocks.
     Plain reads rather than the memory map: an unreadable sector is then an error instead of a SIGBUS. Raises
     ConvertError, also for a NaN or an infinity.
     """
@@ -41,6 +41,9 @@ def blocks(checkpoint: Checkpoint, name: str, digest: Any) -> Iterator[Tensor]:
                 digest.update(view)
                 block = torch.frombuffer(view, dtype=info.dtype).view(-1, cols)
                 check_finite(name, row, block)
+                if dtype != info.dtype:
+                    block = block.to(dtype)
+                    check_finite(f"{name} in {dtype}", row, block)
                 yield block
     except OSError as cause:
         raise ConvertError(f"cannot read {name} from {info.file}: {cause.strerror or cause}") from cause
@@ -61,7 +64,7 @@ def check_finite(name: str, first_row: int, block: Tensor) -> None:
         row = first_row + next(i for i, values in enumerate(block) if not values.isfinite().all())
         raise ConvertError(
             f"{name}: row {row} holds a NaN or an infinity; only finite weights can be converted. The source is "
-            "damaged or its training failed: fetch it again, or take another checkpoint of it"
+            "damaged or its training failed (fetch it again, or take another checkpoint), or they do not fit the dtype"
         )
 
 
