@@ -180,8 +180,8 @@ def test_two_conversions_to_one_folder(save, tmp_path):
     source = save("llama")
 
     def second(done, total, name):
-        for options in (dict(resume=True), dict(overwrite=True)):
-            with pytest.raises(ConvertError, match="another conversion is writing"):
+        for options in ({}, dict(resume=True), dict(overwrite=True)):
+            with pytest.raises(ConvertError, match="another conversion is running"):
                 convert(source, tmp_path / "out", **options)
 
     convert(source, tmp_path / "out", progress=second)
