@@ -61,8 +61,8 @@ class Budget:
         if weight > WEIGHT or self._total < 0:
             self.stop(f"makes a text of more than {WEIGHT} characters, or of {TOTAL} in all")
 
-    def weigh(self, value: Any) -> int:
-        """The weight of a value with all that is in it, as often as it is in it."""
+    def weigh(self, value: Any, widths: bool = False) -> int:
+        """The weight of a value with all that is in it, as often as it is in it; `widths`: an integer is its value."""
         weight, looks, stack = 0, 0, [value]
         while stack and weight <= WEIGHT:
             item = stack.pop()
@@ -70,7 +70,7 @@ class Budget:
             if isinstance(item, str):
                 weight += len(item)
                 continue
-            weight += 32
+            weight += abs(item) if widths and isinstance(item, int) else 32
             if isinstance(item, Mapping):
                 stack += (*item.keys(), *item.values())
             elif isinstance(item, list | tuple | AbstractSet | KeysView | ValuesView):
@@ -85,8 +85,12 @@ class Budget:
         if name == "replace" and isinstance(value, str) and all(isinstance(a, str) for a in arguments[:2]):
             self.make(value.count(arguments[0]) * len(arguments[1]) if len(arguments) > 1 else 0, 0)
         elif name in _MULTIPLY:
-            others = [self.weigh(a) for a in arguments if not isinstance(a, int)]
-            if name in ("format", "format_map", "%"):
+            if name == "tojson":  # an indent in spaces or as text, and the two separators
+                arguments = [sum(map(len, a)) if isinstance(a, tuple) else a for a in arguments]
+                numbers = [abs(a) for a in arguments if isinstance(a, int)]
+            formats = name in ("format", "format_map", "%")
+            others = [self.weigh(a, formats) for a in arguments if a is not None and not isinstance(a, int)]
+            if formats:
                 numbers += [int(digits[:9]) for digits in re.findall(r"\d+", value)]
             if (self.weigh(value) + 1) * (sum(numbers) + sum(others)) > 4 * WEIGHT:
                 self.stop(f"makes a text of more than {WEIGHT} characters by {name}")

@@ -47,11 +47,13 @@ HOSTILE = {
     "indent": "{{ ('\n' * 1000000) | indent(100000) }}",
     "indent by text": "{{ ('\n' * 1000000) | indent('a' * 100000) }}",
     "tojson": "{{ [[[[1]]]] | tojson(indent=20000000000) }}",
+    "separators": "{{ range(99999) | list | tojson(separators=('a' * 1000000, ':')) }}",
     "format": "{{ '{:>20000000000}'.format(1) }}",
     "format width": "{{ '{:>{}}'.format(1, 20000000000) }}",
     "format again": "{{ ('{0}' * 100000).format('a' * 1000000) }}",
     "format filter": "{{ '%20000000000d' | format(1) }}",
     "percent": "{{ '%20000000000d' % 1 }}",
+    "format in a list": "{{ '{0:>{1[0]}}'.format(1, [20000000000]) }}",
     "percent star": "{{ '%*d' % (20000000000, 1) }}",
     "translate": "{{ ('a' * 1000000).translate({97: 'b' * 1000000}) }}",
     "wordwrap": "{{ ('a' * 1000000) | wordwrap(1, wrapstring='b' * 1000000) }}",
@@ -70,6 +72,7 @@ def test_hostile_templates_are_stopped(template: str) -> None:
     with pytest.raises(TokenizerError) as caught:
         render(template, CHAT, {})
     assert len(str(caught.value)) <= 2000
+    assert "MemoryError" not in str(caught.value)
     assert time.thread_time() - begun < 15
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10 < 600, "MiB"
 
@@ -83,6 +86,7 @@ def test_what_is_stopped_says_so() -> None:
 
 TOOLS = """{%- set ns = namespace(last=-1, text='', parts=[]) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{{- [messages, messages] | tojson(separators=(',', ':')) | length }}
 {%- for tool in tools or [] %}{{ tool | tojson(indent=4) }}{% endfor %}
 {%- for m in messages %}
 {{- '<|' + m['role'] + '|>' ~ m.content | trim | replace('\\n', ' ') }}
