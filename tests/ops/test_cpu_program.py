@@ -155,8 +155,8 @@ def cpu_per_replay(threads: int) -> float:
 @pytest.mark.skipif(_cpu.usable_cores() < 2, reason="one core: there is no team")
 def test_two_processes_do_not_spin_on_each_others_cores() -> None:
     """With default threads a step costs them about what it costs with one thread each, not half as much again."""
-    ratios = sorted(cpu_per_replay(0) / cpu_per_replay(1) for _ in range(3))
-    assert ratios[1] < 1.35, ratios
+    ratios = [cpu_per_replay(0) / cpu_per_replay(1) for _ in range(3)]
+    assert min(ratios) < 1.25, ratios  # the least, as other load on the machine only adds; spinning gave 1.4 to 2.4
 
 
 def test_workers_wake_up_after_sleeping() -> None:
