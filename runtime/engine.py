@@ -17,6 +17,7 @@ from nibblelm.checkpoint import Checkpoint, open_checkpoint
 from nibblelm.config import DecoderConfig, token_ids
 from nibblelm.errors import DeviceError, NibbleLMError, RequestError
 from nibblelm.kv_cache import bytes_per_token
+from nibblelm.layers import rope_bytes
 from nibblelm.memory import require_memory
 from nibblelm.models import family, tensor_plan
 from nibblelm.ops.types import ActivationBits
@@ -82,6 +83,7 @@ class LLM:
             "Choose a smaller max_context (--ctx-size), fewer bits, or device cpu.",
             weights=sum(checkpoint.info(name).nbytes for name in checkpoint.names()),
             cache=self.kv_bytes_per_token * self.max_context,
+            rope=rope_bytes(self.config, self.max_context),
             workspace=workspace_bytes(self.config, self.device),
         )
         weights = CheckpointWeights(checkpoint, self.device, self.dtype, activation_bits)

@@ -11,7 +11,7 @@ from nibblelm import ops
 from nibblelm.config import DecoderConfig
 from nibblelm.errors import RequestError
 from nibblelm.kv_cache import KVCache, bytes_per_token
-from nibblelm.layers import Step
+from nibblelm.layers import Rope, Step
 from nibblelm.memory import require_memory
 from nibblelm.ops import SamplingState
 
@@ -29,6 +29,7 @@ class DecoderModel(Protocol):
     """What models/<type>.py exports as `Model`."""
 
     config: DecoderConfig
+    rope: Rope
 
     def forward(self, step: Step, rows: slice = ...) -> Tensor: ...
 
@@ -121,6 +122,7 @@ class Runner:
             raise RequestError(
                 f"prefill of {len(ids)} tokens from {start}: the cache has room for 1 to {self.capacity}"
             )
+        self.model.rope.reach(len(ids))
         self.history[slot] = list(ids[:start])
         chunk, parts = PREFILL_CHUNK[self.device.type], []
         for first in range(start, len(ids), chunk):
@@ -136,6 +138,7 @@ class Runner:
     def decode(self, ids: Sequence[int], slots: Sequence[int]) -> Tensor:
         """Feed one token to each of M slots. Returns logits (M, vocab), fp32, valid until the next call."""
         positions = [len(self.history[slot]) for slot in slots]
+        self.model.rope.reach(max(positions) + 1)
         key = (len(ids), False)
         if key not in self._steps:
             rows = self._rows(ids, positions, slots)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from nibblelm import __version__
-from nibblelm.errors import NibbleLMError
+from nibblelm.errors import NibbleLMError, printable
 
 _HEEDS_INTERRUPTS = {"chat": "nibblelm.engine", "convert": "nibblelm.converter"}
 """Commands that end an answer, or leave things in order, at a KeyboardInterrupt; and what they import first."""
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (NibbleLMError, OSError, MemoryError) as error:
         if args.debug:
             raise
-        print(f"nibblelm: error: {str(error) or type(error).__name__}", file=sys.stderr)
+        print(f"nibblelm: error: {printable(str(error)) or type(error).__name__}", file=sys.stderr)
         return 1
 
 
@@ -75,4 +75,4 @@ def _interrupts(command: str) -> Iterator[None]:
 
 
 def _plain_warning(message: Warning | str, *_: object, **__: object) -> None:
-    print(f"nibblelm: warning: {message}", file=sys.stderr)
+    print(f"nibblelm: warning: {printable(str(message))}", file=sys.stderr)

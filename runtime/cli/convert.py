@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--embeddings", type=int, choices=(8, 4), help="quantize the embedding table (not for transformers)"
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "fp32", "bf16", "fp16"),
+        default="auto",
+        help="of what is not quantized and of scales (default: the source's; tables of an fp32 source in bf16)",
+    )
     parser.add_argument("--max-shard-size", default="4GB", metavar="SIZE", help="largest weight file (default 4GB)")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted conversion")
     parser.add_argument("--overwrite", action="store_true", help="replace a model folder at DST, once this one is done")
@@ -76,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
             keep=args.keep,
             keep_tied=args.keep_tied,
             embeddings=args.embeddings,
+            dtype=args.dtype,
             max_shard_size=args.max_shard_size,
             resume=args.resume,
             overwrite=args.overwrite,

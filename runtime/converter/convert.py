@@ -2,14 +2,13 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
 from typing import Any, Literal
 
 import torch
@@ -21,6 +20,7 @@ from nibblelm.checkpoint.work_folder import WorkFolder
 from nibblelm.checkpoint.writer import FolderWriter, OutputFile, plan_files, typed_write_errors, write_json
 from nibblelm.converter.plan import Unit, fallbacks, output_config, plan_units
 from nibblelm.converter.report import ConvertReport, build_record, build_report
+from nibblelm.converter.source import SourceHashes, blocks
 from nibblelm.errors import ConvertError
 from nibblelm.models import family, tensor_plan
 from nibblelm.quant.affine import pack_zero_point
@@ -28,7 +28,6 @@ from nibblelm.quant.rows import quantize_rows
 from nibblelm.quant.schemes import Options
 from nibblelm.weights import check_tensors
 
-BLOCK_BYTES = 32 << 20
 RECORD = "nibblelm.json"
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".md")
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
@@ -49,6 +48,7 @@ def convert(
     keep: Sequence[str] = (),
     keep_tied: bool = False,
     embeddings: Literal[4, 8] | None = None,
+    dtype: str = "auto",
     max_shard_size: int | str = "4GB",
     resume: bool = False,
     overwrite: bool = False,
@@ -66,6 +66,8 @@ def convert(
     keep_tied         keep one 16-bit table for embedding and head. Otherwise the head becomes int8 per row, and a
                       tied model gets a head of its own
     embeddings        4 or 8 also quantizes the embedding table, which transformers cannot open
+    dtype             "fp32", "bf16" or "fp16": convert as if the source were in it. "auto" leaves it as it is, except
+                      that embedding tables and kept matrices of an fp32 source are stored in bf16
     max_shard_size    bytes, or text such as "4GB" or "500MiB"
     resume            go on with what an interrupted conversion of the same source and options finished
     overwrite         replace a model folder at `dst`, once the new one is complete; start an unfinished one afresh
@@ -77,9 +79,10 @@ def convert(
     """
     started = time.monotonic()
     rules = (keep,) if isinstance(keep, str) else tuple(keep)
-    options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings)
+    options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, dtype)
     shard_bytes = parse_size(max_shard_size)
     checkpoint = open_checkpoint(src)
+    companions = _companions(checkpoint)
     units = _plan(checkpoint, options, strict)
     files = plan_files([unit.outputs for unit in units], shard_bytes)
     notes = fallbacks(units, options)
@@ -88,16 +91,17 @@ def convert(
     fingerprint = _fingerprint(checkpoint, options, files)
     work = WorkFolder(Path(dst), checkpoint.folder, resume, overwrite, sum(file.nbytes for file in files))
     with work, Journal(work.path, fingerprint) as journal, FolderWriter(work.path, files) as writer:
-        hashes = _SourceHashes(checkpoint, units)
-        with hashes:
+        with SourceHashes(checkpoint) as hashes:
             conversion = _Conversion(checkpoint, writer, journal, options.method, threads or _cores(), progress)
             errors = conversion.run(units)
-            source_files = hashes.wait()
+            source_files = hashes.files(conversion.read)
         report = build_report(checkpoint, Path(dst), options, units, files, errors, notes)
         writer.finish()
-        _copy_companions(checkpoint, work.path)
+        for path in companions:
+            with typed_write_errors(work.path / path.name):
+                shutil.copyfile(path, work.path / path.name)
         write_json(work.path / RECORD, build_record(report, options, source_files))
-        write_json(work.path / "config.json", output_config(checkpoint.config, units))
+        write_json(work.path / "config.json", output_config(checkpoint.config, units, options))
         work.commit()
     return dataclasses.replace(report, seconds=time.monotonic() - started, reused_tensors=conversion.reused)
 
@@ -131,50 +135,19 @@ def _plan(checkpoint: Checkpoint, options: Options, strict: bool) -> list[Unit]:
 
 
 def _fingerprint(checkpoint: Checkpoint, options: Options, files: Sequence[OutputFile]) -> dict[str, Any]:
-    """Everything that decides the output's bytes; source contents by size and time of change."""
-    paths = {checkpoint.info(name).file for name in checkpoint.names()} | {checkpoint.folder / "config.json"}
+    """Everything that decides the output's bytes.
+
+    The weights stand here by size and time of change, which refuses most changes at once; `SourceHashes` finds all.
+    """
+    paths = {checkpoint.info(name).file for name in checkpoint.names()}
     stats = {path.name: path.stat() for path in sorted(paths)}
     return {
         "version": __version__,
         "options": dataclasses.asdict(options),
         "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "config": hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode()).hexdigest(),
         "layout": hashlib.sha256(b"".join(file.header for file in files)).hexdigest(),
     }
-
-
-class _SourceHashes:
-    """SHA-256 of every source file, computed in a thread of its own beside the conversion."""
-
-    def __init__(self, checkpoint: Checkpoint, units: Sequence[Unit]) -> None:
-        self._paths = list(dict.fromkeys(checkpoint.info(unit.source).file for unit in units))
-        self._stop = Event()
-
-    def __enter__(self) -> "_SourceHashes":
-        self._pool = ThreadPoolExecutor(1)
-        self._found: list[Future[str]] = [self._pool.submit(self._hash, path) for path in self._paths]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._pool.shutdown(cancel_futures=True)
-
-    def _hash(self, path: Path) -> str:
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while not self._stop.is_set() and (piece := file.read(1 << 20)):
-                digest.update(piece)
-        return digest.hexdigest()
-
-    def wait(self) -> dict[str, dict[str, Any]]:
-        """File name -> {"bytes", "sha256"}."""
-        try:
-            sums = [future.result() for future in self._found]
-        except OSError as cause:
-            raise ConvertError(f"cannot read {cause.filename}: {cause.strerror or cause}") from cause
-        return {
-            path.name: {"bytes": path.stat().st_size, "sha256": sha256}
-            for path, sha256 in sorted(zip(self._paths, sums, strict=True))
-        }
 
 
 class _Conversion:
@@ -193,10 +166,11 @@ class _Conversion:
         self._method, self._threads, self._progress = method, threads, progress
         self._done = self._total = 0
         self.reused = 0
+        self.read: list[tuple[str, str]] = []  # source tensor and the SHA-256 of what was read of it, also before
 
     def run(self, units: Sequence[Unit]) -> dict[str, float]:
         """Convert what the journal does not have yet; returns the relative error per quantized module."""
-        self._total = sum(unit.parameters * unit.dtype.itemsize for unit in units)
+        self._total = sum(unit.parameters * unit.source_dtype.itemsize for unit in units)
         errors: dict[str, float] = {}
         for unit in units:
             record = self._journal.records.get(unit.spec.name)
@@ -206,12 +180,13 @@ class _Conversion:
             else:
                 record = self._convert(unit)
                 self._journal.add(unit.spec.name, record)
+            self.read.append((unit.source, record["source"]))
             if unit.scheme is not None:
                 errors[unit.spec.module] = record["relative_error"]
         return errors
 
     def _advance(self, unit: Unit, elements: int) -> None:
-        self._done += elements * unit.dtype.itemsize
+        self._done += elements * unit.source_dtype.itemsize
         if self._progress is not None:
             self._progress(self._done, self._total, unit.spec.name)
 
@@ -232,48 +207,25 @@ class _Conversion:
             positions[name] += len(written)
 
         error = norm = 0.0
-        for block in self._blocks(unit):
+        source = hashlib.sha256()
+        for block in blocks(self._checkpoint, unit.source, source, unit.dtype):
             if unit.scheme is None:
                 write(unit.spec.name, block)
             else:
                 squared = self._quantize(unit, block, write)
                 error, norm = error + squared[0], norm + squared[1]
             self._advance(unit, block.numel())
-        if unit.scheme is None:
-            return {"sha256": _combined(digests)}
-        write(f"{unit.spec.name}_shape", torch.tensor(unit.spec.shape))
-        return {"sha256": _combined(digests), "relative_error": (error / norm) ** 0.5 if norm else 0.0}
-
-    def _blocks(self, unit: Unit) -> Any:
-        """The source tensor in blocks of whole rows, read into one buffer that the next block overwrites.
-
-        Plain reads rather than the memory map: an unreadable sector is then an error instead of a SIGBUS.
-        """
-        info = self._checkpoint.info(unit.source)
-        rows, cols = info.shape if len(info.shape) == 2 else (info.nbytes // info.dtype.itemsize, 1)
-        row_bytes = cols * info.dtype.itemsize
-        # Zero-points are packed eight (or four) rows to a word, so blocks hold multiples of eight rows.
-        step = max(BLOCK_BYTES // max(row_bytes, 1) // 8 * 8, 8)
-        buffer = bytearray(min(step, rows) * row_bytes)
-        try:
-            with info.file.open("rb", buffering=0) as file:
-                for row in range(0, rows, step):
-                    view = memoryview(buffer)[: min(step, rows - row) * row_bytes]
-                    file.seek(info.offset + row * row_bytes)
-                    _read_into(file, view, info.file)
-                    yield torch.frombuffer(view, dtype=info.dtype).view(-1, cols)
-        except OSError as cause:
-            raise ConvertError(f"cannot read {unit.source} from {info.file}: {cause.strerror or cause}") from cause
+        if unit.scheme is not None:
+            write(f"{unit.spec.name}_shape", torch.tensor(unit.spec.shape))
+        record = {"sha256": _combined(digests), "source": source.hexdigest()}
+        return record if unit.scheme is None else {**record, "relative_error": (error / norm) ** 0.5 if norm else 0.0}
 
     def _quantize(
         self, unit: Unit, block: torch.Tensor, write: Callable[[str, torch.Tensor], None]
     ) -> tuple[float, float]:
         scheme, name = unit.scheme, unit.spec.name
         assert scheme is not None
-        try:
-            part = quantize_rows(block, scheme.bits, scheme.group_size, scheme.symmetric, self._method, self._threads)
-        except ConvertError as cause:
-            raise ConvertError(f"{unit.source}: {cause}") from cause
+        part = quantize_rows(block, scheme.bits, scheme.group_size, scheme.symmetric, self._method, self._threads)
         write(f"{name}_packed", part.codes)
         write(f"{name}_scale", part.scale)
         if not scheme.symmetric:
@@ -282,26 +234,14 @@ class _Conversion:
         return float(part.squared_error.numpy().sum()), float(part.squared_norm.numpy().sum())
 
 
-def _read_into(file: Any, view: memoryview, path: Path) -> None:
-    while len(view):
-        count = file.readinto(view)
-        if not count:
-            raise ConvertError(f"{path} ended early: it was changed or cut off while it was read")
-        view = view[count:]
-
-
 def _combined(digests: dict[str, Any]) -> str:
     return hashlib.sha256(b"".join(digest.digest() for digest in digests.values())).hexdigest()
 
 
-def _copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
+def _companions(checkpoint: Checkpoint) -> list[Path]:
     """Tokenizer, generation and licence files; never code, and nothing that describes the source's weights."""
+    names = sorted(path.name for path in checkpoint.folder.iterdir())
+    wanted = [name for name in names if Path(name).suffix in _COPIED or name.upper().startswith(_LICENCES)]
     written = {"config.json", RECORD}
-    for path in sorted(checkpoint.folder.iterdir()):
-        wanted = path.suffix in _COPIED or path.name.upper().startswith(_LICENCES)
-        if not wanted or path.name in written or path.name.endswith(".index.json") or not path.is_file():
-            continue
-        source = checkpoint.file(path.name)
-        if source is not None:
-            with typed_write_errors(folder / path.name):
-                shutil.copyfile(source, folder / path.name)
+    found = [checkpoint.file(name) for name in wanted if name not in written and not name.endswith(".index.json")]
+    return [path for path in found if path is not None and path.is_file()]
