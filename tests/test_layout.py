@@ -19,7 +19,7 @@ LAYERS = [
     ["quant"],
     ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
-    ["converter", "shapes", "runner", "sampler", "benchmark", "request", "engine"],
+    ["converter", "shapes", "runner", "sampler", "benchmark", "request", "engine", "evaluation"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

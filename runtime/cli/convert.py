@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from nibblelm.cli.options import positive
+
 if TYPE_CHECKING:
     from nibblelm.converter import ConvertReport, Progress
 
@@ -51,15 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted conversion")
     parser.add_argument("--overwrite", action="store_true", help="replace a model folder at DST, once this one is done")
     parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
-    parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: the cores it may use)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: the cores it may use)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object, no progress bar")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

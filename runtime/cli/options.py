@@ -20,8 +20,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="activations; on the CPU auto rounds inputs of quantized layers to 8 bits, bf16 to 16, fp32 to 24",
     )
-    parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: the cores it may use)")
-    parser.add_argument("--ctx-size", type=_positive, metavar="N", help="context in tokens (default: the model's)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: the cores it may use)")
+    parser.add_argument("--ctx-size", type=positive, metavar="N", help="context in tokens (default: the model's)")
     parser.add_argument("--no-graph", dest="graph", action="store_false", help="run decode steps kernel by kernel")
     parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
 
@@ -90,7 +90,8 @@ def print_footer(output: "GenerationOutput") -> None:
     )
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A flag's whole number of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
