@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nibblelm.cli.options import positive
@@ -30,10 +31,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--symmetric", action="store_true", help="no zero-points")
     parser.add_argument(
         "--method",
-        choices=("minmax", "mse"),
+        choices=("minmax", "mse", "gptq", "awq"),
         default="mse",
-        help="how scales are chosen: the whole range, or the clip of least squared error (default)",
+        help="how scales are chosen: the whole range, or the clip of least squared error (default); gptq and awq look "
+        "at the activations of a calibration text",
     )
+    parser.add_argument(
+        "--rotate", action="store_true", help="spread outliers by random rotations folded into the matrices"
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text for gptq and awq, documents separated by <|endoftext|> (default: bundled stories)",
+    )
+    parser.add_argument("--samples", type=positive, default=128, metavar="N", help="pieces of 512 tokens of it (128)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the samples and the rotation (0)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where gptq and awq compute")
     parser.add_argument(
         "--keep",
         action="append",
@@ -71,6 +85,11 @@ def run(args: argparse.Namespace) -> int:
             keep=args.keep,
             keep_tied=args.keep_tied,
             embeddings=args.embeddings,
+            rotate=args.rotate,
+            calibration=args.calibration,
+            samples=args.samples,
+            seed=args.seed,
+            device=args.device,
             max_shard_size=args.max_shard_size,
             resume=args.resume,
             overwrite=args.overwrite,

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -20,11 +20,13 @@ from nibblelm.checkpoint.journal import Journal
 from nibblelm.checkpoint.work_folder import WorkFolder
 from nibblelm.checkpoint.writer import FolderWriter, OutputFile, plan_files, typed_write_errors, write_json
 from nibblelm.converter.plan import Unit, fallbacks, output_config, plan_units
+from nibblelm.converter.prepared import Prepared
 from nibblelm.converter.report import ConvertReport, build_record, build_report
 from nibblelm.errors import ConvertError
 from nibblelm.models import family, tensor_plan
+from nibblelm.ops.types import QuantizedWeight
 from nibblelm.quant.affine import pack_zero_point
-from nibblelm.quant.rows import quantize_rows
+from nibblelm.quant.rows import QuantizedRows, quantize_rows
 from nibblelm.quant.schemes import Options
 from nibblelm.weights import check_tensors
 
@@ -49,6 +51,11 @@ def convert(
     keep: Sequence[str] = (),
     keep_tied: bool = False,
     embeddings: Literal[4, 8] | None = None,
+    rotate: bool = False,
+    calibration: str | Path | None = None,
+    samples: int = 128,
+    seed: int = 0,
+    device: str = "auto",
     max_shard_size: int | str = "4GB",
     resume: bool = False,
     overwrite: bool = False,
@@ -61,23 +68,29 @@ def convert(
     bits, group_size  4 or 8; -1 (one scale per row), 32, 64 or 128. Default groups: 128 at 4 bits, -1 at 8.
                       A matrix whose K the group does not divide takes the largest of 128, 64, 32 that does, else -1
     symmetric         zero-point fixed in the middle instead of one per row or group
-    method            "mse" searches the clip of least squared error, "minmax" takes the whole range
+    method            "mse" searches the clip of least squared error, "minmax" takes the whole range. Calibrated on a
+                      text: "gptq" makes up for each rounding in the codes that follow, "awq" scales columns that see
+                      large inputs
     keep              "regex=bits" rules on module names, bits 4, 8 or 16; the last that matches wins
     keep_tied         keep one 16-bit table for embedding and head. Otherwise the head becomes int8 per row, and a
                       tied model gets a head of its own
     embeddings        4 or 8 also quantizes the embedding table, which transformers cannot open
+    rotate            fold random rotations of the residual stream and of the heads' values into the matrices
+    calibration       text file for gptq and awq, documents separated by <|endoftext|>; None is the bundled one
+    samples, seed     pieces of 512 tokens of it; the seed draws them, and the rotation
+    device            where calibrated methods compute: "cpu", "cuda", or "auto" (CUDA when it works)
     max_shard_size    bytes, or text such as "4GB" or "500MiB"
     resume            go on with what an interrupted conversion of the same source and options finished
     overwrite         replace a model folder at `dst`, once the new one is complete; start an unfinished one afresh
     strict            refuse unknown keys in config.json
-    threads           default: the cores this process may use. The result does not depend on it
+    threads           default: the cores this process may use. The result of minmax and mse does not depend on it
 
     `dst` appears in one step when everything is done. Raises ConvertError, ConfigError or CheckpointError; what is
     finished by then is kept for `resume`.
     """
     started = time.monotonic()
     rules = (keep,) if isinstance(keep, str) else tuple(keep)
-    options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings)
+    options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, rotate, samples, seed)
     shard_bytes = parse_size(max_shard_size)
     checkpoint = open_checkpoint(src)
     units = _plan(checkpoint, options, strict)
@@ -85,18 +98,19 @@ def convert(
     notes = fallbacks(units, options)
     if embeddings is not None:
         warnings.warn("transformers cannot open a folder with a quantized embedding table", stacklevel=2)
-    fingerprint = _fingerprint(checkpoint, options, files)
+    source = Prepared(checkpoint, units, options, calibration, device)
+    fingerprint = _fingerprint(checkpoint, options, files) | source.fingerprint
     work = WorkFolder(Path(dst), checkpoint.folder, resume, overwrite, sum(file.nbytes for file in files))
     with work, Journal(work.path, fingerprint) as journal, FolderWriter(work.path, files) as writer:
         hashes = _SourceHashes(checkpoint, units)
         with hashes:
-            conversion = _Conversion(checkpoint, writer, journal, options.method, threads or _cores(), progress)
+            conversion = _Conversion(checkpoint, writer, journal, options, source, threads or _cores(), progress)
             errors = conversion.run(units)
             source_files = hashes.wait()
         report = build_report(checkpoint, Path(dst), options, units, files, errors, notes)
         writer.finish()
         _copy_companions(checkpoint, work.path)
-        write_json(work.path / RECORD, build_record(report, options, source_files))
+        write_json(work.path / RECORD, build_record(report, options, source.record, source_files))
         write_json(work.path / "config.json", output_config(checkpoint.config, units))
         work.commit()
     return dataclasses.replace(report, seconds=time.monotonic() - started, reused_tensors=conversion.reused)
@@ -185,12 +199,14 @@ class _Conversion:
         checkpoint: Checkpoint,
         writer: FolderWriter,
         journal: Journal,
-        method: str,
+        options: Options,
+        source: Prepared,
         threads: int,
         progress: Progress | None,
     ) -> None:
         self._checkpoint, self._writer, self._journal = checkpoint, writer, journal
-        self._method, self._threads, self._progress = method, threads, progress
+        self._method, self._threads, self._progress = options.plain_method, threads, progress
+        self._made = source.maker(self._stored_weight)
         self._done = self._total = 0
         self.reused = 0
 
@@ -222,6 +238,19 @@ class _Conversion:
                 digests[output.name].update(piece)
         return _combined(digests)
 
+    def _stored_weight(self, unit: Unit) -> QuantizedWeight:
+        """What an earlier run wrote for a finished matrix."""
+        parts = {
+            output.name.rpartition("_")[2]: torch.frombuffer(
+                bytearray(b"".join(self._writer.read(output))), dtype=output.dtype
+            ).view(output.shape)
+            for output in unit.outputs
+        }
+        scheme, (n, k) = unit.scheme, unit.spec.shape
+        assert scheme is not None
+        codes, scale, zero = parts["packed"], parts["scale"], parts.get("point")
+        return QuantizedWeight(codes, scale, zero, scheme.bits, scheme.group_size, (n, k))
+
     def _convert(self, unit: Unit) -> dict[str, Any]:
         digests = {output.name: hashlib.sha256() for output in unit.outputs}
         positions = dict.fromkeys(digests, 0)
@@ -232,19 +261,22 @@ class _Conversion:
             positions[name] += len(written)
 
         error = norm = 0.0
-        for block in self._blocks(unit):
-            if unit.scheme is None:
-                write(unit.spec.name, block)
-            else:
+        made = self._made(unit)
+        for block in self._blocks(unit) if made is None else [made]:
+            if unit.scheme is not None:
                 squared = self._quantize(unit, block, write)
                 error, norm = error + squared[0], norm + squared[1]
-            self._advance(unit, block.numel())
+            elif isinstance(block, torch.Tensor):
+                write(unit.spec.name, block.to(unit.dtype))
+            self._advance(unit, block.numel() if isinstance(block, torch.Tensor) else unit.parameters)
+        if made is not None:
+            self._checkpoint.release(unit.source)
         if unit.scheme is None:
             return {"sha256": _combined(digests)}
         write(f"{unit.spec.name}_shape", torch.tensor(unit.spec.shape))
         return {"sha256": _combined(digests), "relative_error": (error / norm) ** 0.5 if norm else 0.0}
 
-    def _blocks(self, unit: Unit) -> Any:
+    def _blocks(self, unit: Unit) -> Iterator[torch.Tensor]:
         """The source tensor in blocks of whole rows, read into one buffer that the next block overwrites.
 
         Plain reads rather than the memory map: an unreadable sector is then an error instead of a SIGBUS.
@@ -266,12 +298,13 @@ class _Conversion:
             raise ConvertError(f"cannot read {unit.source} from {info.file}: {cause.strerror or cause}") from cause
 
     def _quantize(
-        self, unit: Unit, block: torch.Tensor, write: Callable[[str, torch.Tensor], None]
+        self, unit: Unit, block: torch.Tensor | QuantizedRows, write: Callable[[str, torch.Tensor], None]
     ) -> tuple[float, float]:
         scheme, name = unit.scheme, unit.spec.name
         assert scheme is not None
+        args = (scheme.bits, scheme.group_size, scheme.symmetric, self._method, self._threads, unit.dtype)
         try:
-            part = quantize_rows(block, scheme.bits, scheme.group_size, scheme.symmetric, self._method, self._threads)
+            part = quantize_rows(block, *args) if isinstance(block, torch.Tensor) else block
         except ConvertError as cause:
             raise ConvertError(f"{unit.source}: {cause}") from cause
         write(f"{name}_packed", part.codes)
