@@ -20,7 +20,7 @@ BLOCK = 128
 """Columns between two updates of the rest of the matrix."""
 
 MULTIPLES = (1.0, 0.92, 0.96, 1.04)
-SWEEPS = 4
+SWEEPS = 2
 _DAMPING = 0.01
 """Added to H's diagonal, in means of it; ten times that where the Cholesky factor does not exist, and so on."""
 
