@@ -144,8 +144,10 @@ def measure(name: str, source: Path, args: argparse.Namespace) -> Iterator[dict[
     kept = {tuple(part.ids): llm.logits(part.ids) for part in parts}  # at most 0.5 GB for the demo's vocabulary
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
-        rows = [nibblelm_rows(source, Path(folder), lambda form: args.only in (None, form))]
-        if args.peer_site is not None:
+        rows = []
+        if args.tool in (None, "nibblelm"):
+            rows.append(nibblelm_rows(source, Path(folder), lambda form: args.only in (None, form)))
+        if args.tool in (None, "llama.cpp") and args.peer_site is not None:
             rows.append(gguf_rows(source, Path(folder), lambda form: args.only in (None, form)))
         for row, logits in (pair for some in rows for pair in some):
             figures = score(parts, logits, lambda ids: kept[tuple(ids)])
@@ -168,7 +170,11 @@ def main() -> None:
     parser.add_argument("--stories", type=int, help="how many of the held-out stories (default: all)")
     parser.add_argument("--work", type=Path, help="where temporary folders go")
     parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--tool", choices=("nibblelm", "llama.cpp"), help="one of the two")
+    parser.add_argument("--threads", type=int, help="threads of torch, which calibrates (default: its own choice)")
     args = parser.parse_args()
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     if args.peer_site is not None:
         sys.path.append(str(args.peer_site))
     results = []

@@ -27,8 +27,11 @@ def layer_of(name: str) -> int | None:
 class Calibrated:
     """What becomes of the units of each layer. They must be asked for in the order of the model.
 
-    stored  the weight that an earlier run wrote for a unit
+    stored   the weight that an earlier run wrote for a unit
+    streams  that the walk must carry
     """
+
+    streams = 1
 
     def __init__(self, walk: Walk, units: Mapping[str, Unit], read: Read, stored: Callable[[Unit], QuantizedWeight]):
         self._walk, self._units, self._read, self._stored = walk, units, read, stored
@@ -53,7 +56,7 @@ class Calibrated:
         """Run the walk's next layer and fill `_results` with what its units become."""
         raise NotImplementedError
 
-    def _pass(self, modules: list[str], moments: Callable[[], Moments]) -> Tensor:
+    def _pass(self, modules: list[str], moments: Callable[[], Moments]) -> list[Tensor]:
         """The matrices that a finished layer runs with."""
         raise NotImplementedError
 
@@ -81,20 +84,23 @@ def _checked(moments: Moments, modules: list[str]) -> Moments:
 
 
 class Gptq(Calibrated):
-    """Every matrix sees the inputs that the quantized matrices before it give (true-sequential)."""
+    """Every matrix sees the inputs that the quantized matrices before it give (true-sequential), and makes up for what
+    these differ from the unquantized model's (GPTAQ, Li et al. 2025)."""
+
+    streams = 2
 
     def _quantize_layer(self) -> None:
         self._walk.advance(self._quantize)
 
-    def _quantize(self, modules: list[str], moments: Callable[[], Moments]) -> Tensor:
-        second = _checked(moments(), modules).second
+    def _quantize(self, modules: list[str], moments: Callable[[], Moments]) -> list[Tensor]:
+        seen = _checked(moments(), modules)
         for module in modules:
             unit, scheme = self._unit(module), self._unit(module).scheme
             if scheme is not None:
-                self._results[unit.spec.name] = gptq.quantize(
-                    self._weight(module), second, scheme.bits, scheme.group_size, scheme.symmetric, unit.dtype
-                )
-        return torch.cat([self._dequantized(module, self._results.get(f"{module}.weight")) for module in modules])
+                args = (scheme.bits, scheme.group_size, scheme.symmetric, unit.dtype)
+                self._results[unit.spec.name] = gptq.quantize(self._weight(module), seen.second, *args, seen.drift)
+        quantized = [self._dequantized(module, self._results.get(f"{module}.weight")) for module in modules]
+        return [torch.cat([self._weight(module) for module in modules]), torch.cat(quantized)]
 
     def _dequantized(self, module: str, rows: QuantizedRows | Tensor | None) -> Tensor:
         unit, scheme = self._unit(module), self._unit(module).scheme
@@ -104,7 +110,7 @@ class Gptq(Calibrated):
         n, k = unit.spec.shape
         return dequantize(QuantizedWeight(rows.codes, rows.scale, zero, scheme.bits, scheme.group_size, (n, k)))
 
-    def _pass(self, modules: list[str], moments: Callable[[], Moments]) -> Tensor:
+    def _pass(self, modules: list[str], moments: Callable[[], Moments]) -> list[Tensor]:
         units = [self._unit(module) for module in modules]
         return torch.cat(
             [dequantize(self._stored(u)) if u.scheme else self._kept(u.spec.module).float() for u in units]
@@ -117,7 +123,7 @@ class Awq(Calibrated):
     def _quantize_layer(self) -> None:
         seen: list[tuple[list[str], Moments]] = []
 
-        def look(modules: list[str], moments: Callable[[], Moments]) -> Tensor:
+        def look(modules: list[str], moments: Callable[[], Moments]) -> list[Tensor]:
             seen.append((modules, _checked(moments(), modules)))
             return self._pass(modules, moments)
 
@@ -173,5 +179,5 @@ class Awq(Calibrated):
         self._results[name] = torch.where(lost, gain.to(scaled.dtype), scaled)
         return torch.where(lost, 1.0, gain / scaled.double())
 
-    def _pass(self, modules: list[str], moments: Callable[[], Moments]) -> Tensor:
-        return torch.cat([self._weight(module) for module in modules])
+    def _pass(self, modules: list[str], moments: Callable[[], Moments]) -> list[Tensor]:
+        return [torch.cat([self._weight(module) for module in modules])]

@@ -92,23 +92,38 @@ class _Skeleton(PlanWeights):
 
 @dataclass(frozen=True)
 class Moments:
-    """Of the inputs of a Linear: mean of x x^T, (K, K) fp32, and of |x|, (K,)."""
+    """Of the inputs x of a Linear: mean of x x^T, (K, K) fp32, and of |x|, (K,).
+
+    drift  mean of (u - x) x^T, where the walk carries beside x what it is without quantization, u; else zeros
+    """
 
     second: Tensor
     magnitude: Tensor
+    drift: Tensor
 
 
-Weigh = Callable[[list[str], Callable[[], Moments]], Tensor]
-"""(modules that read one input, moments of that input) -> their matrices to go on with, stacked, fp32."""
+Weigh = Callable[[list[str], Callable[[], Moments]], list[Tensor]]
+"""(modules that read one input, moments of that input) -> their matrices, stacked, fp32: one for each stream."""
+
+
+@dataclass
+class _Stream:
+    """Activations of all samples: what the next op reads, and the residual stream, (length, width) each."""
+
+    x: list[Tensor]
+    residual: list[Tensor | None]
 
 
 class Walk:
-    """Activations of all samples, (length, hidden) each, on their way through the layers, one layer at a time.
+    """Activations of all samples on their way through the layers, one layer at a time.
 
-    Layers run in fp32 through the project's own ops, with matrices that the caller supplies.
+    Layers run in fp32 through the project's own ops, with matrices that the caller supplies: in one stream, or in two,
+    of which the first is the model without quantization.
     """
 
-    def __init__(self, ids: Tensor, raw: dict[str, Any], config: DecoderConfig, read: Read, device: torch.device):
+    def __init__(
+        self, ids: Tensor, raw: dict[str, Any], config: DecoderConfig, read: Read, device: torch.device, streams: int
+    ) -> None:
         self._skeleton = _Skeleton(read, device)
         model = family(raw).Model(self._skeleton, config, ids.shape[1])
         if type(model) is not Model:
@@ -121,8 +136,8 @@ class Walk:
         self._step = Step(positions, positions, torch.zeros_like(positions), cache, one_sequence=True)
         table = model.embedding.table
         assert isinstance(table, Tensor)
-        self._x = [table[row.long()].to(device) for row in ids]
-        self._residual: list[Tensor | None] = [None] * len(ids)
+        x = [table[row.long()].to(device) for row in ids]
+        self._streams = [_Stream(list(x), [None] * len(x)) for _ in range(streams)]
         self.head_dim = config.head_dim
         self.layer = 0
         """The layer that `advance` runs next."""
@@ -132,13 +147,15 @@ class Walk:
         """Run the next layer; `weigh` is asked for the matrices of each projection when its inputs are known."""
         layer = self._layers[self.layer]
         for link in (layer.attention.before, layer.attention.after, *layer.mlp.links):
-            if link.norm is not None:
-                for i, x in enumerate(self._x):
-                    self._x[i], self._residual[i] = link.norm(x, self._residual[i])
-            modules = self._skeleton.modules[id(link.linear.packed)]
-            weight = weigh(modules, self._moments).to(self._x[0].device)
-            for i, x in enumerate(self._x):
-                self._x[i] = self._apply(layer, link, weight, x)
+            for stream in self._streams:
+                if link.norm is not None:
+                    for i, x in enumerate(stream.x):
+                        stream.x[i], stream.residual[i] = link.norm(x, stream.residual[i])
+            weights = weigh(self._skeleton.modules[id(link.linear.packed)], self._moments)
+            for stream, weight in zip(self._streams, weights, strict=True):
+                placed = weight.to(stream.x[0].device)
+                for i, x in enumerate(stream.x):
+                    stream.x[i] = self._apply(layer, link, placed, x)
         self.layer += 1
 
     def _apply(self, layer: Layer, link: Link, weight: Tensor, x: Tensor) -> Tensor:
@@ -148,11 +165,13 @@ class Walk:
         return layer.attention(y, self._step) if link is layer.attention.before else y
 
     def _moments(self) -> Moments:
-        width = self._x[0].shape[1]
-        second, magnitude = torch.zeros(width, width), torch.zeros(width)
-        second, magnitude = second.to(self._x[0].device), magnitude.to(self._x[0].device)
-        for x in self._x:
+        exact, last = self._streams[0].x, self._streams[-1].x
+        width, rows = last[0].shape[1], len(last) * len(last[0])
+        second, drift = torch.zeros(2, width, width, device=last[0].device)
+        magnitude = torch.zeros(width, device=last[0].device)
+        for u, x in zip(exact, last, strict=True):
             second.addmm_(x.T, x)
             magnitude += x.abs().sum(0)
-        count = len(self._x) * len(self._x[0])
-        return Moments(second / count, magnitude / count)
+            if u is not x:
+                drift.addmm_((u - x).T, x)
+        return Moments(second / rows, magnitude / rows, drift / rows)

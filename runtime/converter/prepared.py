@@ -63,8 +63,9 @@ class Prepared:
 
         if self.record is None:
             return plain
-        walk = Walk(self._calibration.ids, self._checkpoint.config, self._config, self._read, self._device)
         method = {"gptq": Gptq, "awq": Awq}[self._options.method]
+        args = (self._checkpoint.config, self._config, self._read, self._device, method.streams)
+        walk = Walk(self._calibration.ids, *args)
         calibrated = method(walk, self._units, self._read, stored)
 
         def made(unit: Unit) -> Made:
