@@ -112,9 +112,8 @@ class Gptq(Calibrated):
 
     def _pass(self, modules: list[str], moments: Callable[[], Moments]) -> list[Tensor]:
         units = [self._unit(module) for module in modules]
-        return torch.cat(
-            [dequantize(self._stored(u)) if u.scheme else self._kept(u.spec.module).float() for u in units]
-        )
+        stored = [dequantize(self._stored(u)) if u.scheme else self._kept(u.spec.module).float() for u in units]
+        return [torch.cat([self._weight(module) for module in modules]), torch.cat(stored)]
 
 
 class Awq(Calibrated):
