@@ -73,9 +73,6 @@ class Calibrated:
             )
         return weight
 
-    def _kept(self, module: str) -> Tensor:
-        return self._weight(module).to(self._unit(module).dtype)
-
 
 def _checked(moments: Moments, modules: list[str]) -> Moments:
     if not moments.second.isfinite().all():
@@ -94,26 +91,26 @@ class Gptq(Calibrated):
 
     def _quantize(self, modules: list[str], moments: Callable[[], Moments]) -> list[Tensor]:
         seen = _checked(moments(), modules)
-        for module in modules:
-            unit, scheme = self._unit(module), self._unit(module).scheme
-            if scheme is not None:
-                args = (scheme.bits, scheme.group_size, scheme.symmetric, unit.dtype)
-                self._results[unit.spec.name] = gptq.quantize(self._weight(module), seen.second, *args, seen.drift)
-        quantized = [self._dequantized(module, self._results.get(f"{module}.weight")) for module in modules]
-        return [torch.cat([self._weight(module) for module in modules]), torch.cat(quantized)]
+        weights = [self._weight(module) for module in modules]
+        quantized = [self._rounded(self._unit(m), w, seen) for m, w in zip(modules, weights, strict=True)]
+        return [torch.cat(weights), torch.cat(quantized)]
 
-    def _dequantized(self, module: str, rows: QuantizedRows | Tensor | None) -> Tensor:
-        unit, scheme = self._unit(module), self._unit(module).scheme
-        if not isinstance(rows, QuantizedRows) or scheme is None:
-            return self._kept(module).float()
+    def _rounded(self, unit: Unit, weight: Tensor, seen: Moments) -> Tensor:
+        """Enter the rows of a matrix; returns what every reader of them will compute with."""
+        scheme, (n, k) = unit.scheme, unit.spec.shape
+        if scheme is None:
+            return weight.to(unit.dtype).float()
+        args = (scheme.bits, scheme.group_size, scheme.symmetric, unit.dtype)
+        rows = self._results[unit.spec.name] = gptq.quantize(weight, seen.second, *args, seen.drift)
         zero = None if scheme.symmetric else pack_zero_point(rows.zero, scheme.bits)
-        n, k = unit.spec.shape
         return dequantize(QuantizedWeight(rows.codes, rows.scale, zero, scheme.bits, scheme.group_size, (n, k)))
 
     def _pass(self, modules: list[str], moments: Callable[[], Moments]) -> list[Tensor]:
+        weights = [self._weight(module) for module in modules]
         units = [self._unit(module) for module in modules]
-        stored = [dequantize(self._stored(u)) if u.scheme else self._kept(u.spec.module).float() for u in units]
-        return [torch.cat([self._weight(module) for module in modules]), torch.cat(stored)]
+        parts = zip(units, weights, strict=True)
+        stored = [dequantize(self._stored(u)) if u.scheme else w.to(u.dtype).float() for u, w in parts]
+        return [torch.cat(weights), torch.cat(stored)]
 
 
 class Awq(Calibrated):
@@ -127,27 +124,26 @@ class Awq(Calibrated):
             return self._pass(modules, moments)
 
         self._walk.advance(look)
-        weights = {module: self._weight(module) for modules, _ in seen for module in modules}
+        device = seen[0][1].second.device
+        weights = {module: self._weight(module).to(device) for modules, _ in seen for module in modules}
         importance = {}
         for modules, moments in seen:
             factors = self._fold(modules, moments, weights)
             for module in modules:
                 weights[module] = (weights[module] * factors).float()
-                importance[module] = moments.second.diagonal().double().cpu() / factors.square()
+                importance[module] = moments.second.diagonal().double() / factors.square()
         for module, weight in weights.items():
             unit, scheme = self._unit(module), self._unit(module).scheme
-            self._results[unit.spec.name] = (
-                weight
-                if scheme is None
-                else weighted_rows(
-                    weight, scheme.bits, scheme.group_size, scheme.symmetric, unit.dtype, importance[module]
-                )
-            )
+            if scheme is None:
+                self._results[unit.spec.name] = weight.cpu()
+            else:
+                args = (scheme.bits, scheme.group_size, scheme.symmetric, unit.dtype)
+                self._results[unit.spec.name] = weighted_rows(weight, *args, importance[module])
 
     def _fold(self, modules: list[str], moments: Moments, weights: dict[str, Tensor]) -> Tensor:
         """The factors (K,) fp64 of the columns of `modules`, after what makes their input was divided by them."""
         layer, own = ".".join(modules[0].split(".")[:3]), modules[0].rpartition(".")[2]
-        magnitude = moments.magnitude.cpu()
+        magnitude = moments.magnitude
         values = f"{layer}.self_attn.v_proj"
         # One row of v_proj serves all heads of its group: (kv heads, heads of the group, head_dim).
         heads = (len(weights[values]) // self._walk.head_dim, -1, self._walk.head_dim)
@@ -155,7 +151,7 @@ class Awq(Calibrated):
             shared = magnitude.view(heads)
             magnitude = shared.mean(1, keepdim=True).expand_as(shared).reshape(-1)
         readers = [(weights[module], self._unit(module).scheme) for module in modules]
-        factors = awq.search(readers, moments.second.cpu(), magnitude, self._unit(modules[0]).dtype)
+        factors = awq.search(readers, moments.second, magnitude, self._unit(modules[0]).dtype)
         if own == "o_proj":
             self._scale_rows(values, factors.view(heads)[:, 0].reshape(-1), weights)
         elif own == "down_proj":
@@ -168,14 +164,14 @@ class Awq(Calibrated):
     def _scale_rows(self, module: str, factors: Tensor, weights: dict[str, Tensor]) -> None:
         weights[module] = (weights[module] / factors.unsqueeze(1)).float()
         if f"{module}.bias" in self._units:
-            self._results[f"{module}.bias"] = self._read(f"{module}.bias").double() / factors
+            self._results[f"{module}.bias"] = self._read(f"{module}.bias").double() / factors.cpu()
 
     def _scale_gain(self, name: str, factors: Tensor) -> Tensor:
         """Divide a norm's gain; returns by what it was divided after rounding to its dtype, so that nothing is lost."""
-        gain = self._read(name).double()
+        gain = self._read(name).double().to(factors.device)
         scaled = (gain / factors).to(self._units[name].dtype)
         lost = (scaled == 0) | ~scaled.isfinite()
-        self._results[name] = torch.where(lost, gain.to(scaled.dtype), scaled)
+        self._results[name] = torch.where(lost, gain.to(scaled.dtype), scaled).cpu()
         return torch.where(lost, 1.0, gain / scaled.double())
 
     def _pass(self, modules: list[str], moments: Callable[[], Moments]) -> list[Tensor]:

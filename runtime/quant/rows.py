@@ -1,6 +1,6 @@
 """Quantize blocks of rows: the native kernel, and the same in plain PyTorch as its oracle."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 
 import torch
@@ -95,10 +95,11 @@ def reference_rows(
 def weighted_rows(
     weight: Tensor, bits: int, group_size: int, symmetric: bool, scale_dtype: torch.dtype, importance: Tensor
 ) -> QuantizedRows:
-    """Quantize (R, K) fp32 weights by method mse with squared errors times `importance` (K,) fp64."""
+    """Quantize (R, K) fp32 weights by method mse with squared errors times `importance` (K,) fp64, on their device."""
     blocks, factors = _blocks(weight, group_size), _blocks(importance.unsqueeze(0), group_size)
     choice = mse.choose(blocks, bits, symmetric, scale_dtype, factors)
-    return _stored(weight, blocks, choice, bits, scale_dtype)
+    rows = _stored(weight, blocks, choice, bits, scale_dtype)
+    return QuantizedRows(*(getattr(rows, field.name).cpu() for field in fields(rows)))
 
 
 def _blocks(weight: Tensor, group_size: int) -> Tensor:

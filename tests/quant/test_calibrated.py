@@ -209,3 +209,10 @@ def test_what_cannot_be_calibrated_is_refused(source, save, tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConvertError, match="tokenizer"):
         convert(folder, tmp_path / "out", method="gptq")
+
+
+def test_bundled_text_is_found(source, tmp_path):
+    convert(source("llama"), tmp_path / "out", method="gptq", samples=1, seed=3)
+    record = json.loads((tmp_path / "out" / "nibblelm.json").read_text())["calibration"]
+    assert record["file"] == "the bundled text"
+    assert (record["samples"], record["length"], record["seed"]) == (1, 512, 3)
