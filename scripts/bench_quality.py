@@ -7,8 +7,11 @@ Text: the last 5 % of the stories, which no checkpoint was fitted to by this pro
 the demo model. Each story is read by itself after BOS in windows of 512 positions. KL divergence is of the next-token
 distributions from those of the source, which runs with fp32 activations. NibbleLM runs with dtype fp32 (24-bit inputs
 of quantized layers), so that its figures are of the weights alone; llama.cpp computes as it always does on a CPU, with
-activations rounded to 8 bits in blocks of 32, but with an fp32 cache. SITE is a folder that
-`pip install --target SITE llama-cpp-python gguf` made; without it llama.cpp is left out.
+activations rounded to 8 bits in blocks of 32, but with an fp32 cache. SITE is a folder made by
+
+    CMAKE_ARGS=-DGGML_NATIVE=ON pip install --target SITE llama-cpp-python gguf
+
+without which llama.cpp is left out.
 
 bits_per_weight counts every tensor of the file, the embedding table and the head too: NibbleLM keeps the table in the
 source's dtype and writes an int8 head; llama.cpp quantizes one table for both. linear_bits_per_weight counts the
@@ -134,7 +137,7 @@ def gguf_rows(source: Path, work: Path, wanted: Callable[[str], bool]) -> Iterat
         yield row | {"linear_bits_per_weight": layers}, LlamaCpp(work / f"{name}.gguf").logits
 
 
-def measure(name: str, source: Path, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(name: str, source: Path, args: argparse.Namespace, commit: str) -> Iterator[dict[str, Any]]:
     """One row per format and method, the source's own first."""
     llm = LLM(source, "cpu", "fp32", max_context=CTX)
     assert llm.tokenizer is not None
@@ -142,7 +145,6 @@ def measure(name: str, source: Path, args: argparse.Namespace) -> Iterator[dict[
     documents = [llm.tokenizer.encode(story, add_special_tokens=False) for story in stories]
     parts = windows(llm.tokenizer.encode(""), documents, CTX, None)
     kept = {tuple(part.ids): llm.logits(part.ids) for part in parts}  # at most 0.5 GB for the demo's vocabulary
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         rows = []
         if args.tool in (None, "nibblelm"):
@@ -157,7 +159,7 @@ def measure(name: str, source: Path, args: argparse.Namespace) -> Iterator[dict[
                 **{key: figures[key] for key in ("ppl", "ppl_stderr", "kl_mean", "kl_p99", "top1_agreement")},
                 "source_ppl": figures["against_ppl"],
                 "tokens": figures["tokens"],
-                "commit": commit.stdout.strip(),
+                "commit": commit,
             }
 
 
@@ -177,11 +179,12 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     if args.peer_site is not None:
         sys.path.append(str(args.peer_site))
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     results = []
     for name, source in checkpoints(args.data).items():
         if args.checkpoint and name not in args.checkpoint:
             continue
-        for row in measure(name, source, args):
+        for row in measure(name, source, args, head.stdout.strip()):
             results.append(row)
             print(
                 f"{name:<16} {row['tool']:<10} {row['format']:<13} {row['method']:<12} {row['bits_per_weight']:5.2f} "
