@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from nibblelm import LLM, convert
 from nibblelm.checkpoint import open_checkpoint
+from nibblelm.cli import main
 from nibblelm.errors import ConvertError
 from nibblelm.ops.reference import dequantize
 from nibblelm.ops.types import QuantizedWeight
@@ -211,8 +212,13 @@ def test_what_cannot_be_calibrated_is_refused(source, save, tmp_path):
         convert(folder, tmp_path / "out", method="gptq")
 
 
-def test_bundled_text_is_found(source, tmp_path):
-    convert(source("llama"), tmp_path / "out", method="gptq", samples=1, seed=3)
+def test_bundled_text_on_the_command_line(source, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    flags = ["--method", "gptq", "--rotate", "--samples", "1", "--seed", "3", "--device", "cpu"]
+    assert main(["convert", str(source("llama")), out, *flags]) == 0
     record = json.loads((tmp_path / "out" / "nibblelm.json").read_text())["calibration"]
     assert record["file"] == "the bundled text"
     assert (record["samples"], record["length"], record["seed"]) == (1, 512, 3)
+    capsys.readouterr()
+    assert main(["info", "-m", out]) == 0
+    assert "method gptq, rotated, calibrated on 1 x 512 tokens of the bundled text, seed 3" in capsys.readouterr().out
