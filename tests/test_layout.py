@@ -20,6 +20,7 @@ LAYERS = [
     ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
     ["converter", "shapes", "runner", "runner_pool", "sampler", "benchmark", "request", "batch", "engine"],
+    ["evaluation"],
     ["cli"],
     ["__main__"],
 ]

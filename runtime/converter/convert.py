@@ -19,12 +19,14 @@ from nibblelm.checkpoint.journal import Journal
 from nibblelm.checkpoint.work_folder import WorkFolder
 from nibblelm.checkpoint.writer import FolderWriter, OutputFile, plan_files, typed_write_errors, write_json
 from nibblelm.converter.plan import Unit, fallbacks, output_config, plan_units
+from nibblelm.converter.prepared import Prepared
 from nibblelm.converter.report import ConvertReport, build_record, build_report
-from nibblelm.converter.source import SourceHashes, blocks
+from nibblelm.converter.source import SourceHashes, blocks, check_finite
 from nibblelm.errors import ConvertError
 from nibblelm.models import family, tensor_plan
+from nibblelm.ops.types import QuantizedWeight
 from nibblelm.quant.affine import pack_zero_point
-from nibblelm.quant.rows import quantize_rows
+from nibblelm.quant.rows import QuantizedRows, quantize_rows
 from nibblelm.quant.schemes import Options
 from nibblelm.weights import check_tensors
 
@@ -49,6 +51,11 @@ def convert(
     keep_tied: bool = False,
     embeddings: Literal[4, 8] | None = None,
     dtype: str = "auto",
+    rotate: bool = False,
+    calibration: str | Path | None = None,
+    samples: int = 128,
+    seed: int = 0,
+    device: str = "auto",
     max_shard_size: int | str = "4GB",
     resume: bool = False,
     overwrite: bool = False,
@@ -61,25 +68,31 @@ def convert(
     bits, group_size  4 or 8; -1 (one scale per row), 32, 64 or 128. Default groups: 128 at 4 bits, -1 at 8.
                       A matrix whose K the group does not divide takes the largest of 128, 64, 32 that does, else -1
     symmetric         zero-point fixed in the middle instead of one per row or group
-    method            "mse" searches the clip of least squared error, "minmax" takes the whole range
+    method            "mse" searches the clip of least squared error, "minmax" takes the whole range. Calibrated on a
+                      text: "gptq" makes up for each rounding in the codes that follow, "awq" scales columns that see
+                      large inputs
     keep              "regex=bits" rules on module names, bits 4, 8 or 16; the last that matches wins
     keep_tied         keep one 16-bit table for embedding and head. Otherwise the head becomes int8 per row, and a
                       tied model gets a head of its own
     embeddings        4 or 8 also quantizes the embedding table, which transformers cannot open
     dtype             "fp32", "bf16" or "fp16": convert as if the source were in it. "auto" leaves it as it is, except
                       that embedding tables and kept matrices of an fp32 source are stored in bf16
+    rotate            fold random rotations of the residual stream and of the heads' values into the matrices
+    calibration       text file for gptq and awq, documents separated by <|endoftext|>; None is the bundled one
+    samples, seed     pieces of 512 tokens of it; the seed draws them, and the rotation
+    device            where calibrated methods compute: "cpu", "cuda", or "auto" (CUDA when it works)
     max_shard_size    bytes, or text such as "4GB" or "500MiB"
     resume            go on with what an interrupted conversion of the same source and options finished
     overwrite         replace a model folder at `dst`, once the new one is complete; start an unfinished one afresh
     strict            refuse unknown keys in config.json
-    threads           default: the cores this process may use. The result does not depend on it
+    threads           default: the cores this process may use. The result of minmax and mse does not depend on it
 
     `dst` appears in one step when everything is done. Raises ConvertError, ConfigError or CheckpointError; what is
     finished by then is kept for `resume`.
     """
     started = time.monotonic()
     rules = (keep,) if isinstance(keep, str) else tuple(keep)
-    options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, dtype)
+    options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, dtype, rotate, samples, seed)
     shard_bytes = parse_size(max_shard_size)
     checkpoint = open_checkpoint(src)
     companions = _companions(checkpoint)
@@ -88,19 +101,20 @@ def convert(
     notes = fallbacks(units, options)
     if embeddings is not None:
         warnings.warn("transformers cannot open a folder with a quantized embedding table", stacklevel=2)
-    fingerprint = _fingerprint(checkpoint, options, files)
+    source = Prepared(checkpoint, units, options, calibration, device)
+    fingerprint = _fingerprint(checkpoint, options, files) | source.fingerprint
     work = WorkFolder(Path(dst), checkpoint.folder, resume, overwrite, sum(file.nbytes for file in files))
     with work, Journal(work.path, fingerprint) as journal, FolderWriter(work.path, files) as writer:
         with SourceHashes(checkpoint) as hashes:
-            conversion = _Conversion(checkpoint, writer, journal, options.method, threads or _cores(), progress)
+            conversion = _Conversion(checkpoint, writer, journal, options, source, threads or _cores(), progress)
             errors = conversion.run(units)
-            source_files = hashes.files(conversion.read)
+            source_files = hashes.files([*conversion.read, *source.read])
         report = build_report(checkpoint, Path(dst), options, units, files, errors, notes)
         writer.finish()
         for path in companions:
             with typed_write_errors(work.path / path.name):
                 shutil.copyfile(path, work.path / path.name)
-        write_json(work.path / RECORD, build_record(report, options, source_files))
+        write_json(work.path / RECORD, build_record(report, options, source.record, source_files))
         write_json(work.path / "config.json", output_config(checkpoint.config, units, options))
         work.commit()
     return dataclasses.replace(report, seconds=time.monotonic() - started, reused_tensors=conversion.reused)
@@ -158,12 +172,14 @@ class _Conversion:
         checkpoint: Checkpoint,
         writer: FolderWriter,
         journal: Journal,
-        method: str,
+        options: Options,
+        source: Prepared,
         threads: int,
         progress: Progress | None,
     ) -> None:
         self._checkpoint, self._writer, self._journal = checkpoint, writer, journal
-        self._method, self._threads, self._progress = method, threads, progress
+        self._method, self._threads, self._progress = options.plain_method, threads, progress
+        self._source, self._made = source, source.maker(self._stored_weight)
         self._done = self._total = 0
         self.reused = 0
         self.read: list[tuple[str, str]] = []  # source tensor and the SHA-256 of what was read of it, also before
@@ -197,6 +213,19 @@ class _Conversion:
                 digests[output.name].update(piece)
         return _combined(digests)
 
+    def _stored_weight(self, unit: Unit) -> QuantizedWeight:
+        """What an earlier run wrote for a finished matrix."""
+        parts = {
+            output.name.rpartition("_")[2]: torch.frombuffer(
+                bytearray(b"".join(self._writer.read(output))), dtype=output.dtype
+            ).view(output.shape)
+            for output in unit.outputs
+        }
+        scheme, (n, k) = unit.scheme, unit.spec.shape
+        assert scheme is not None
+        codes, scale, zero = parts["packed"], parts["scale"], parts.get("point")
+        return QuantizedWeight(codes, scale, zero, scheme.bits, scheme.group_size, (n, k))
+
     def _convert(self, unit: Unit) -> dict[str, Any]:
         digests = {output.name: hashlib.sha256() for output in unit.outputs}
         positions = dict.fromkeys(digests, 0)
@@ -207,25 +236,31 @@ class _Conversion:
             positions[name] += len(written)
 
         error = norm = 0.0
-        source = hashlib.sha256()
-        for block in blocks(self._checkpoint, unit.source, source, unit.dtype):
-            if unit.scheme is None:
-                write(unit.spec.name, block)
-            else:
+        made = self._made(unit)
+        digest = hashlib.sha256()
+        for block in blocks(self._checkpoint, unit.source, digest, unit.dtype) if made is None else [made]:
+            if unit.scheme is not None:
                 squared = self._quantize(unit, block, write)
                 error, norm = error + squared[0], norm + squared[1]
-            self._advance(unit, block.numel())
+            elif isinstance(block, torch.Tensor):
+                stored = block.to(unit.dtype)
+                if made is not None:
+                    check_finite(f"{unit.spec.name} in {unit.dtype}", 0, stored)
+                write(unit.spec.name, stored)
+            self._advance(unit, block.numel() if isinstance(block, torch.Tensor) else unit.parameters)
         if unit.scheme is not None:
             write(f"{unit.spec.name}_shape", torch.tensor(unit.spec.shape))
-        record = {"sha256": _combined(digests), "source": source.hexdigest()}
+        source = digest.hexdigest() if made is None else dict(self._source.read)[unit.source]
+        record = {"sha256": _combined(digests), "source": source}
         return record if unit.scheme is None else {**record, "relative_error": (error / norm) ** 0.5 if norm else 0.0}
 
     def _quantize(
-        self, unit: Unit, block: torch.Tensor, write: Callable[[str, torch.Tensor], None]
+        self, unit: Unit, block: torch.Tensor | QuantizedRows, write: Callable[[str, torch.Tensor], None]
     ) -> tuple[float, float]:
         scheme, name = unit.scheme, unit.spec.name
         assert scheme is not None
-        part = quantize_rows(block, scheme.bits, scheme.group_size, scheme.symmetric, self._method, self._threads)
+        args = (scheme.bits, scheme.group_size, scheme.symmetric, self._method, self._threads, unit.dtype)
+        part = quantize_rows(block, *args) if isinstance(block, torch.Tensor) else block
         write(f"{name}_packed", part.codes)
         write(f"{name}_scale", part.scale)
         if not scheme.symmetric:

@@ -85,7 +85,7 @@ def _stays_tied(checkpoint: Checkpoint, options: Options, rules: KeepRules, tabl
         )
     if options.keep_tied:
         return True
-    return rules.bits("lm_head") == 16 and options.embeddings is None and not differs
+    return rules.bits("lm_head") == 16 and options.embeddings is None and not options.rotate and not differs
 
 
 def _same(checkpoint: Checkpoint, first: str, second: str) -> bool:

@@ -49,6 +49,16 @@ def blocks(checkpoint: Checkpoint, name: str, digest: Any, dtype: torch.dtype) -
         raise ConvertError(f"cannot read {name} from {info.file}: {cause.strerror or cause}") from cause
 
 
+def whole(checkpoint: Checkpoint, name: str, digest: Any, dtype: torch.dtype) -> Tensor:
+    """A tensor, read as `blocks` reads it."""
+    result, first = torch.empty(checkpoint.info(name).shape, dtype=dtype), 0
+    rows = result if result.dim() == 2 else result.view(-1, 1)
+    for block in blocks(checkpoint, name, digest, dtype):
+        rows[first : first + len(block)] = block
+        first += len(block)
+    return result
+
+
 def _read_into(file: FileIO, view: memoryview, path: Path) -> None:
     while len(view):
         count = file.readinto(view)

@@ -113,17 +113,18 @@ def rewrite(path: Path, name: str) -> None:
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
+@pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"])
-def test_a_source_changed_behind_size_and_time_is_refused(name, save, tmp_path):
+def test_a_source_changed_behind_size_and_time_is_refused(rotate, name, save, tmp_path):
     """Both before an interrupted conversion is resumed, and while one runs."""
     source = save("llama")
-    interrupt(source, tmp_path / "out", after=9)
+    interrupt(source, tmp_path / "out", after=9, rotate=rotate)
     rewrite(source / "model.safetensors", name)
     with pytest.raises(ConvertError, match=rf"the source changed .*{name}.*--overwrite"):
-        convert(source, tmp_path / "out", resume=True)
+        convert(source, tmp_path / "out", resume=True, rotate=rotate)
     assert not (tmp_path / "out").exists()
-    convert(source, tmp_path / "out", overwrite=True)
-    convert(source, tmp_path / "fresh")
+    convert(source, tmp_path / "out", overwrite=True, rotate=rotate)
+    convert(source, tmp_path / "fresh", rotate=rotate)
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
 
 
