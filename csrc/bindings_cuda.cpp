@@ -48,36 +48,36 @@ PYBIND11_MODULE(_cuda, m) {
   m.attr("MAX_DECODE_ROWS") = kMaxDecodeRows;
   m.attr("MAX_NORM_COLUMNS") = kMaxNormColumns;
   m.def("linear_workspace",
-        [](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype, int rows) {
-          return linear_decode_workspace(weight, pointer(x), x_stride, static_cast<DType>(x_dtype), rows);
+        [](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype, int rows,
+           bool eight_bits) {
+          return linear_workspace(weight, pointer(x), x_stride, static_cast<DType>(x_dtype), rows, eight_bits);
         });
   py::class_<LinearStep>(m, "LinearStep")
       .def(py::init([](const LinearWeight& weight, std::uintptr_t x, std::int64_t x_stride, int x_dtype,
                        std::uintptr_t y, std::int64_t y_stride, int y_dtype, std::uintptr_t bias, int rows,
-                       std::uintptr_t workspace, std::uintptr_t arrivals, std::uintptr_t gain, std::uintptr_t residual,
-                       std::uintptr_t h, std::int64_t residual_stride, float eps, bool plus_one, bool swiglu) {
-        return LinearStep{
-            weight,
-            {pointer(x), x_stride, static_cast<DType>(x_dtype), pointer(y), y_stride, static_cast<DType>(y_dtype),
-             pointer<float>(bias), rows, pointer(workspace), pointer<int>(arrivals), pointer<float>(gain),
-             pointer(residual), pointer(h), residual_stride, eps, plus_one, swiglu}};
-      }));
+                       bool eight_bits, bool mma_sync, std::uintptr_t workspace, std::uintptr_t arrivals,
+                       std::uintptr_t gain, std::uintptr_t residual, std::uintptr_t h, std::int64_t residual_stride,
+                       float eps, bool plus_one, bool swiglu) {
+             LinearStep step{weight, {}};
+             LinearArgs& a = step.args;
+             a.x = pointer(x), a.x_stride = x_stride, a.x_dtype = static_cast<DType>(x_dtype);
+             a.y = pointer(y), a.y_stride = y_stride, a.y_dtype = static_cast<DType>(y_dtype);
+             a.bias = pointer<float>(bias), a.m = rows, a.eight_bits = eight_bits, a.mma_sync = mma_sync;
+             a.workspace = pointer(workspace), a.arrivals = pointer<int>(arrivals);
+             a.gain = pointer<float>(gain), a.residual = pointer(residual), a.h = pointer(h);
+             a.residual_stride = residual_stride, a.eps = eps, a.plus_one = plus_one, a.swiglu = swiglu;
+             return step;
+           }),
+           py::kw_only(), py::arg("weight"), py::arg("x"), py::arg("x_stride"), py::arg("x_dtype"), py::arg("y"),
+           py::arg("y_stride"), py::arg("y_dtype"), py::arg("bias"), py::arg("rows"), py::arg("eight_bits"),
+           py::arg("mma_sync"), py::arg("workspace"), py::arg("arrivals"), py::arg("gain") = 0,
+           py::arg("residual") = 0, py::arg("h") = 0, py::arg("residual_stride") = 0, py::arg("eps") = 0.0f,
+           py::arg("plus_one") = false, py::arg("swiglu") = false);
   m.def("linear", [](const std::vector<LinearStep>& steps, std::uintptr_t stream, bool programmatic) {
-    linear_decode(steps, {pointer(stream), programmatic});
+    linear(steps, {pointer(stream), programmatic});
   });
   m.def("linear_pack", [](const LinearWeight& weight, std::uintptr_t codes, std::int64_t words, std::uintptr_t data,
                           std::uintptr_t stream) {
     linear_pack(weight, pointer(codes), words, pointer(data), {pointer(stream), false});
   });
-  m.def("linear_unpack", [](const LinearWeight& weight, int first, int count, std::uintptr_t out, int out_dtype,
-                            bool codes_only, std::uintptr_t stream, bool programmatic) {
-    linear_unpack(weight, first, count, pointer(out), static_cast<DType>(out_dtype), codes_only,
-                  {pointer(stream), programmatic});
-  });
-  m.def("linear_scale_columns",
-        [](const LinearWeight& weight, int first, int count, std::uintptr_t sums, int rows, std::uintptr_t y,
-           std::int64_t y_stride, int y_dtype, std::uintptr_t bias, std::uintptr_t stream, bool programmatic) {
-          linear_scale_columns(weight, first, count, pointer<float>(sums), rows, pointer(y), y_stride,
-                               static_cast<DType>(y_dtype), pointer<float>(bias), {pointer(stream), programmatic});
-        });
 }

@@ -178,10 +178,99 @@ def bench_small(limits: Limits, quick: bool) -> Iterator[Row]:
     yield Row("rope_append", "1x48x128", "bf16", time)
 
 
+def bench_rope(limits: Limits, quick: bool) -> Iterator[Row]:
+    """A prefill of 2048 tokens, 32 query and 8 KV heads of 128: the queries rotated, keys and values written."""
+    positions, slots = torch.arange(2048, device=DEVICE).int(), torch.zeros(2048, device=DEVICE).int()
+    angles = torch.rand(2048, 64, device=DEVICE) * 6.28
+    cos, sin = angles.cos(), angles.sin()
+    wide_cos, wide_sin = (torch.cat((t, t), -1).to(BF16).unsqueeze(1) for t in (cos, sin))
+
+    def rotated(x: Tensor) -> Tensor:
+        low, high = x.chunk(2, -1)
+        return x * wide_cos + torch.cat((-high, low), -1) * wide_sin
+
+    nbytes = 2048 * 32 * 128 * 2
+    queries = [torch.randn(2048, 32, 128, device=DEVICE).to(BF16) for _ in range(copies(nbytes))]
+    time = time_us(lambda x: ops.rope(x, positions, cos, sin), queries)
+    base = time_us(rotated, queries)
+    yield moving("rope", "2048x32x128", "bf16", 2 * nbytes, time, limits.copy_gb_s, "torch", base)
+    del queries
+
+    nbytes, index = 2 * 2048 * 8 * 128 * 2, positions.long()
+    count = copies(2 * nbytes)
+    new = [torch.randn(2048, 16, 128, device=DEVICE).to(BF16).split(8, 1) for _ in range(count)]
+    places = [(*kv, *cache) for kv, cache in zip(new, caches(2048, 1, count), strict=True)]
+
+    def copied(place: tuple[Tensor, ...]) -> None:
+        for source, cache in zip(place[:2], place[2:], strict=True):
+            cache[0].index_copy_(1, index, source.transpose(0, 1))
+
+    time = time_us(lambda place: ops.kv_append(*place, slots, positions), places)
+    base = time_us(copied, places)
+    yield moving("kv_append", "2x2048x8x128", "bf16", 2 * nbytes, time, limits.copy_gb_s, "index_copy_", base)
+
+
+def bench_embedding(limits: Limits, quick: bool) -> Iterator[Row]:
+    """16384 different rows of a table of 1 GB; the ids rotate."""
+    table = torch.randn(128256, 4096, device=DEVICE, dtype=BF16)
+    nbytes = 16384 * 4096 * 2
+    ids = [torch.randperm(128256, device=DEVICE)[:16384].int() for _ in range(copies(nbytes))]
+    time = time_us(lambda i: ops.embedding(i, table, BF16), ids)
+    base = time_us(lambda i: functional.embedding(i, table), ids)
+    yield moving("embedding", "16384 of 128256x4096", "bf16", 2 * nbytes, time, limits.copy_gb_s, "F.embedding", base)
+
+
+def bench_activations(limits: Limits, quick: bool) -> Iterator[Row]:
+    """gelu, silu, geglu at the width of gate and up together."""
+    x = [torch.randn(4096, 28672, device=DEVICE).to(BF16) for _ in range(3)]
+    nbytes, peak, shape = x[0].nbytes, limits.copy_gb_s, "4096x28672"
+    tanh = partial(functional.gelu, approximate="tanh")
+    time, base = time_us(ops.gelu, x), time_us(tanh, x)
+    yield moving("gelu", f"{shape} tanh", "bf16", 2 * nbytes, time, peak, "F.gelu", base)
+    time, base = time_us(partial(ops.gelu, form="erf"), x), time_us(functional.gelu, x)
+    yield moving("gelu", f"{shape} erf", "bf16", 2 * nbytes, time, peak, "F.gelu", base)
+    time, base = time_us(ops.silu, x), time_us(functional.silu, x)
+    yield moving("silu", shape, "bf16", 2 * nbytes, time, peak, "F.silu", base)
+    time, base = time_us(ops.geglu, x), time_us(lambda x: tanh(x[:, :14336]) * x[:, 14336:], x)
+    yield moving("geglu", "4096x2x14336 tanh", "bf16", nbytes * 3 // 2, time, peak, "torch", base)
+
+
+def bench_log_softmax(limits: Limits, quick: bool) -> Iterator[Row]:
+    """Over the vocabulary, as a perplexity takes it."""
+    x = [torch.randn(1024, 128256, device=DEVICE) for _ in range(2)]
+    time, base = time_us(ops.log_softmax, x, 10), time_us(partial(torch.log_softmax, dim=-1), x, 5)
+    yield moving("log_softmax", "1024x128256", "fp32", 2 * x[0].nbytes, time, limits.copy_gb_s, "torch", base)
+
+
+def bench_masks(limits: Limits, quick: bool) -> Iterator[Row]:
+    """32 heads of 2048 x 2048 scores, in place, with the upper half forbidden: half the scores need only be written.
+
+    The first op need not touch the other half. Its mask, of 8 MB, stays in L2.
+    """
+    scores = [torch.randn(1, 32, 2048, 2048, device=DEVICE).to(BF16) for _ in range(2)]
+    nbytes, shape = scores[0].nbytes, "1x32x2048x2048"
+    mask = torch.ones(1, 2048, 2048, device=DEVICE).triu(1).to(BF16)
+    forbidden, slopes = mask.bool().unsqueeze(1), 2.0 ** (-torch.arange(1, 33, device=DEVICE) / 4)
+    bias = (slopes.view(-1, 1, 1) * torch.arange(2048, device=DEVICE)).to(BF16)
+
+    time = time_us(lambda s: ops.attention_mask(s, mask), scores)
+    base = time_us(lambda s: s.masked_fill_(forbidden, -10000.0), scores)
+    moved = nbytes // 2 + mask.nbytes
+    yield moving("attention_mask", shape, "bf16", moved, time, limits.copy_gb_s, "masked_fill_", base)
+    time = time_us(lambda s: ops.alibi_mask(s, slopes), scores)
+    base = time_us(lambda s: s.add_(bias).masked_fill_(forbidden, -10000.0), scores)
+    yield moving("alibi_mask", shape, "bf16", nbytes * 3 // 2, time, limits.copy_gb_s, "add_, masked_fill_", base)
+
+
 BENCHMARKS: dict[str, Callable[[Limits, bool], Iterator[Row]]] = {
     "softmax": bench_softmax,
     "norms": bench_norms,
     "decode": bench_decode_attention,
     "prefill": bench_prefill_attention,
     "small": bench_small,
+    "rope": bench_rope,
+    "embedding": bench_embedding,
+    "activations": bench_activations,
+    "log_softmax": bench_log_softmax,
+    "masks": bench_masks,
 }

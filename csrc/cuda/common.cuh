@@ -114,7 +114,11 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 template <typename T>
 __device__ __forceinline__ T load_shared(uint32_t at) {
   T out;
-  if constexpr (sizeof(T) == 16) {
+  if constexpr (std::is_same_v<T, float4>) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w)
+                 : "r"(at));
+  } else if constexpr (sizeof(T) == 16) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
                  : "r"(at));
@@ -130,6 +134,10 @@ __device__ __forceinline__ T load_shared(uint32_t at) {
     out = static_cast<T>(byte);
   }
   return out;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t at, const float4& v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }
 
 __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global) {

@@ -1,4 +1,4 @@
-// linear: dispatch of the decode kernel over weight formats, and its plan on the present card.
+// linear: which kernel takes how many rows, over weight formats, and its plan on the present card.
 #include <bit>
 
 #include "linear.h"
@@ -8,9 +8,9 @@ namespace nibblelm::cuda {
 
 namespace {
 
-std::string describe(const LinearWeight& w, DType x_dtype, int m) {
-  return std::string("linear x=(") + std::to_string(m) + ", " + std::to_string(w.k) + ") " + name(x_dtype) +
-         " weight=(" + std::to_string(w.n) + ", " + std::to_string(w.k) + ") " + name(w.format) +
+std::string describe(const LinearWeight& w, int planes, int m) {
+  return std::string("linear x=(") + std::to_string(m) + ", " + std::to_string(w.k) + ") in " +
+         std::to_string(planes) + " planes, weight=(" + std::to_string(w.n) + ", " + std::to_string(w.k) + ") " + name(w.format) +
          (w.integer() && w.group_size ? " groups of " + std::to_string(w.group_size) : std::string());
 }
 
@@ -26,14 +26,32 @@ int compiled_architecture() {
   return architecture;
 }
 
-DecodePlan plan_here(const LinearWeight& w, DType x_dtype, int m, bool aligned) {
+DecodePlan plan_here(const LinearWeight& w, int planes, int m, bool aligned) {
   const DecodePlan plan =
-      plan_decode(w, x_dtype, m, aligned, device_attribute(cudaDevAttrMultiProcessorCount),
+      plan_decode(w, planes, m, aligned, device_attribute(cudaDevAttrMultiProcessorCount),
                   device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024, compiled_architecture());
   if (plan.grid == 0) {
-    throw std::invalid_argument(describe(w, x_dtype, m) + ": K is too long for the shared memory of this card");
+    throw std::invalid_argument(describe(w, planes, m) + ": K is too long for the shared memory of this card");
   }
   return plan;
+}
+
+// Where the parts of the large kernel's workspace begin.
+struct LargeBuffers {
+  int64_t scales, sums, partials, bytes;
+
+  LargeBuffers(const LargePlan& p, int planes) {
+    scales = p.tiles_bytes();
+    sums = scales + static_cast<int64_t>(p.slices) * p.padded_rows() * 4;
+    partials = sums + static_cast<int64_t>(p.slices) * planes * p.padded_rows() * 4;
+    bytes = partials + p.partial_bytes();
+  }
+};
+
+LargePlan plan_large_here(const LinearWeight& w, int planes, int m, bool mma_sync) {
+  return plan_large(w, planes, m, device_attribute(cudaDevAttrMultiProcessorCount),
+                    device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                    compiled_architecture() == 90 && !mma_sync);
 }
 
 // Whether eight activations are always one or two whole 16-byte words.
@@ -41,13 +59,30 @@ bool x_aligned(const LinearWeight& w, const void* x, int64_t stride, DType dtype
   return w.k % 8 == 0 && aligned16(x, stride * (dtype == DType::f32 ? 4 : 2));
 }
 
+// Rows of x the next launch takes, of `m` that are left; more than kMaxDecodeRows by the large kernel.
+int launch_rows(const LinearWeight& w, int planes, int m, bool aligned) {
+  if (m > kMaxDecodeRows) {
+    const int rows = std::min(m, kLargeChunk);
+    if (plan_large_here(w, planes, rows, false).ring_stages > 0) return rows;
+  }
+  return plan_here(w, planes, std::min(m, kMaxDecodeRows), aligned).m;
+}
+
 }  // namespace
 
-int64_t linear_decode_workspace(const LinearWeight& w, const void* x, int64_t x_stride, DType x_dtype, int m) {
+int64_t linear_workspace(const LinearWeight& w, const void* x, int64_t x_stride, DType x_dtype, int m,
+                         bool eight_bits) {
   const bool aligned = x_aligned(w, x, x_stride, x_dtype);
-  const DecodePlan first = plan_here(w, x_dtype, m, aligned);
-  const int rest = m % first.m;
-  return std::max(first.workspace_bytes(), rest ? plan_here(w, x_dtype, rest, aligned).workspace_bytes() : 0);
+  const int planes = activation_planes(w.format, x_dtype, eight_bits);
+  int64_t most{0};
+  for (int row = 0, rows = 0; row < m; row += rows) {
+    rows = launch_rows(w, planes, m - row, aligned);
+    const int64_t bytes = rows > kMaxDecodeRows
+                              ? LargeBuffers(plan_large_here(w, planes, rows, false), planes).bytes
+                              : plan_here(w, planes, rows, aligned).workspace_bytes();
+    most = std::max(most, bytes);
+  }
+  return most;
 }
 
 namespace {
@@ -55,6 +90,7 @@ namespace {
 // All but the plan and what depends on it.
 DecodeArgs decode_args(const LinearStep& step) {
   const auto& [w, args] = step;
+  const int planes = activation_planes(w.format, args.x_dtype, args.eight_bits);
   DecodeArgs a{};
   a.data = static_cast<const uint8_t*>(w.data);
   a.records = static_cast<const uint8_t*>(w.records);
@@ -83,7 +119,7 @@ DecodeArgs decode_args(const LinearStep& step) {
   if (args.gain != nullptr) {
     const bool aligned = a.x_aligned && aligned16(args.residual, args.residual_stride * 2) && aligned16(args.gain, 0);
     if (args.x_dtype == DType::f32 || !aligned || w.k > kMaxNormColumns) {
-      throw std::invalid_argument(describe(w, args.x_dtype, args.m) +
+      throw std::invalid_argument(describe(w, planes, args.m) +
                                   ": a norm before it takes aligned bf16 rows of at most 16,384");
     }
     a.gain = args.gain;
@@ -92,10 +128,27 @@ DecodeArgs decode_args(const LinearStep& step) {
     a.residual_stride = args.residual_stride;
   }
   if (args.swiglu && w.n % kStripRows != 0) {
-    throw std::invalid_argument(describe(w, args.x_dtype, args.m) + ": swiglu takes pairs of 8 rows");
+    throw std::invalid_argument(describe(w, planes, args.m) + ": swiglu takes pairs of 8 rows");
   }
   a.swiglu = args.swiglu;
   return a;
+}
+
+// Calls call<F>().
+template <class Call>
+void with_format(WeightFormat format, Call call) {
+  switch (format) {
+    case WeightFormat::int4:
+      return call.template operator()<WeightFormat::int4>();
+    case WeightFormat::int8:
+      return call.template operator()<WeightFormat::int8>();
+    case WeightFormat::f16:
+      return call.template operator()<WeightFormat::f16>();
+    case WeightFormat::bf16:
+      return call.template operator()<WeightFormat::bf16>();
+    case WeightFormat::f32:
+      return call.template operator()<WeightFormat::f32>();
+  }
 }
 
 // Collects links until one does not go with them.
@@ -106,20 +159,27 @@ class ChainLauncher {
   void add(const LinearStep& step) {
     const auto& [w, args] = step;
     DecodeArgs a = decode_args(step);
+    const int planes = activation_planes(w.format, args.x_dtype, args.eight_bits);
     const int x_bytes = args.x_dtype == DType::f32 ? 4 : 2, y_bytes = args.y_dtype == DType::f32 ? 4 : 2;
-    for (int row = 0, rows = plan_here(w, args.x_dtype, args.m, a.x_aligned).m; row < args.m;
-         row += rows) {  // usually once
-      a.plan = plan_here(w, args.x_dtype, std::min(rows, args.m - row), a.x_aligned);
+    for (int row = 0, rows = 0; row < args.m; row += rows) {  // usually once
+      rows = launch_rows(w, planes, args.m - row, a.x_aligned);
       a.x = static_cast<const uint8_t*>(args.x) + row * args.x_stride * x_bytes;
       a.y = static_cast<uint8_t*>(args.y) + row * args.y_stride * y_bytes;
       if (args.residual != nullptr) {
         a.residual = static_cast<const uint8_t*>(args.residual) + row * args.residual_stride * 2;
         a.h = static_cast<uint8_t*>(args.h) + static_cast<int64_t>(row) * w.k * 2;
       }
+      if (rows > kMaxDecodeRows) {
+        flush();
+        launch_large(step, a, planes, rows);
+        continue;
+      }
+      a.plan = plan_here(w, planes, rows, a.x_aligned);
       a.partials = static_cast<float*>(args.workspace);
       a.images = a.plan.prepared ? static_cast<uint8_t*>(args.workspace) + a.plan.partial_floats() * 4 : nullptr;
-      if (chain_.count == kMaxLinks || !goes_on(a, w.format, args)) flush();
+      if (chain_.count == kMaxLinks || !goes_on(a, step, planes)) flush();
       if (chain_.count == 0) chain_.barrier = args.arrivals + a.strips;
+      planes_ = planes;
       steps_[chain_.count] = &step;
       chain_.links[chain_.count++] = a;
     }
@@ -128,48 +188,50 @@ class ChainLauncher {
   void flush() {
     if (chain_.count == 0) return;
     const LinearWeight& w = steps_[0]->weight;
-    const bool x_is_float = steps_[0]->args.x_dtype == DType::f32;
-    std::string what = describe(w, steps_[0]->args.x_dtype, chain_.links[0].plan.m);
+    std::string what = describe(w, planes_, chain_.links[0].plan.m);
     if (chain_.count > 1) what += " and " + std::to_string(chain_.count - 1) + " more";
-    switch (w.format) {
-      case WeightFormat::int4:
-        launch_format<WeightFormat::int4>(chain_, x_is_float, launch_, what);
-        break;
-      case WeightFormat::int8:
-        launch_format<WeightFormat::int8>(chain_, x_is_float, launch_, what);
-        break;
-      case WeightFormat::f16:
-        launch_format<WeightFormat::f16>(chain_, x_is_float, launch_, what);
-        break;
-      case WeightFormat::bf16:
-        launch_format<WeightFormat::bf16>(chain_, x_is_float, launch_, what);
-        break;
-      case WeightFormat::f32:
-        launch_format<WeightFormat::f32>(chain_, x_is_float, launch_, what);
-        break;
-    }
+    with_format(w.format, [&]<WeightFormat F>() { launch_decode_format<F>(chain_, planes_, launch_, what); });
     chain_.count = 0;
   }
 
  private:
   // Links share the rings, the kernel, and its one row of x that every block prepares.
-  bool goes_on(const DecodeArgs& a, WeightFormat format, const LinearArgs& args) const {
+  bool goes_on(const DecodeArgs& a, const LinearStep& step, int planes) const {
     if (chain_.count == 0) return true;
     const DecodeArgs& first = chain_.links[0];
     const auto alone = [](const DecodeArgs& link) { return link.plan.m > 1 || link.images != nullptr; };
-    const LinearStep& step = *steps_[0];
-    return !alone(a) && !alone(first) && format == step.weight.format && args.x_dtype == step.args.x_dtype &&
-           (a.group_shift > 0) == (first.group_shift > 0) && a.plan.record_slot == first.plan.record_slot;
+    return !alone(a) && !alone(first) && step.weight.format == steps_[0]->weight.format && planes == planes_ &&
+           step.args.x_dtype == steps_[0]->args.x_dtype && (a.group_shift > 0) == (first.group_shift > 0) &&
+           a.plan.record_slot == first.plan.record_slot;
+  }
+
+  void launch_large(const LinearStep& step, const DecodeArgs& a, int planes, int rows) const {
+    const auto& [w, args] = step;
+    LargeArgs g{a, plan_large_here(w, planes, rows, args.mma_sync), rows, nullptr, nullptr, nullptr, nullptr};
+    g.a.plan.slices_log = decode_slices_log(w.steps());
+    g.a.plan.row_rounds = row_rounds(g.a.plan.slices_log, w.steps());
+    g.a.stages = g.p.stages;
+    g.p.paired_stores = reinterpret_cast<std::uintptr_t>(a.y) % 4 == 0 && a.y_stride % 2 == 0;
+    const LargeBuffers at(g.p, planes);
+    uint8_t* const workspace = static_cast<uint8_t*>(args.workspace);
+    g.tiles = workspace;
+    g.scales = reinterpret_cast<float*>(workspace + at.scales);
+    g.sums = reinterpret_cast<int*>(workspace + at.sums);
+    g.partials = reinterpret_cast<float*>(workspace + at.partials);
+    with_format(w.format, [&]<WeightFormat F>() {
+      if constexpr (F != WeightFormat::f32) launch_large_format<F>(g, planes, launch_, describe(w, planes, rows));
+    });
   }
 
   const Launch& launch_;
   const LinearStep* steps_[kMaxLinks]{};
+  int planes_{0};  // of all of them
   DecodeChain chain_{};
 };
 
 }  // namespace
 
-void linear_decode(std::span<const LinearStep> steps, const Launch& launch) {
+void linear(std::span<const LinearStep> steps, const Launch& launch) {
   ChainLauncher launcher(launch);
   for (const LinearStep& step : steps) launcher.add(step);
   launcher.flush();

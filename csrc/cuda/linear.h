@@ -65,8 +65,10 @@ struct LinearArgs {
   int64_t y_stride;
   DType y_dtype;      // bf16 or fp32
   const float* bias;  // (n,) or null
-  int m;              // 1..kMaxDecodeRows
-  void* workspace;    // linear_decode_workspace() bytes, 16-byte aligned
+  int m;
+  bool eight_bits;  // of bf16 x, integer weights take one digit instead of two
+  bool mma_sync;    // no wgmma, as on cards that have none
+  void* workspace;  // linear_workspace() bytes, 16-byte aligned
   int* arrivals;      // strips() + 1 zeros, for the kernels' counters. One stream at a time may use a weight.
   // Before: with a gain, x stands for rms_norm(x + residual), whose bits are those of the separate op. bf16 only.
   const float* gain;     // (k,) or null
@@ -79,29 +81,22 @@ struct LinearArgs {
   bool swiglu;
 };
 
-// y = x W^T + b for at most 16 rows. Every row's bits are the same whatever m is.
+// y = x W^T + b. Every row's bits are the same whatever m is.
 struct LinearStep {
   LinearWeight weight;
   LinearArgs args;
 };
 
-// One after another; each may read what those before it have stored. With one row, as many as fit run as one kernel,
-// whose weights go on streaming while its blocks wait for each other; the bits are the same.
-void linear_decode(std::span<const LinearStep> steps, const Launch& launch);
+// One after another; each may read what those before it have stored, and use their workspace if it has more than
+// kMaxDecodeRows rows. With one row, as many as fit run as one kernel, whose weights go on streaming while its blocks
+// wait for each other; the bits are the same.
+void linear(std::span<const LinearStep> steps, const Launch& launch);
 
 // Bytes of `LinearArgs::workspace` (0 for one aligned row of most shapes).
-int64_t linear_decode_workspace(const LinearWeight& weight, const void* x, int64_t x_stride, DType x_dtype, int m);
+int64_t linear_workspace(const LinearWeight& weight, const void* x, int64_t x_stride, DType x_dtype, int m,
+                         bool eight_bits);
 
 // Row-major packed codes (n, words) int32 -> `LinearWeight::data`.
 void linear_pack(const LinearWeight& weight, const void* codes, int64_t words, void* data, const Launch& launch);
-
-// Rows [first, first + count) as a row-major (count, k) matrix: scale * (q - zero) or scale * q + minimum, in bf16 or
-// fp32; with `codes_only` the integers q - zero, which are exact in bf16.
-void linear_unpack(const LinearWeight& weight, int first, int count, void* out, DType out_dtype, bool codes_only,
-                   const Launch& launch);
-
-// y[m, first + j] = sums[m, j] * scale[first + j] + bias[first + j] for per-row weights: what `codes_only` left out.
-void linear_scale_columns(const LinearWeight& weight, int first, int count, const float* sums, int m, void* y,
-                          int64_t y_stride, DType y_dtype, const float* bias, const Launch& launch);
 
 }  // namespace nibblelm::cuda

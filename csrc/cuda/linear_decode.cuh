@@ -5,8 +5,7 @@
 // A warp owns one slice of K for one strip of 16 rows at a time and streams it through a private ring in shared memory.
 // The rows of x are the 8 columns of the tensor-core tile, one tile per plane (linear_planes.cuh); integer products are
 // exact in int32. The warps of a strip deliver their sums and go on to the next strip; they take turns in adding them.
-// Slices are added as a binary tree whose shape depends on K alone: every m, split over blocks and grid gives the same
-// bits.
+// Slices, which depend on K alone, are added from left to right: every m, split over blocks and grid gives the same bits.
 #pragma once
 
 #include "barrier.cuh"
@@ -82,7 +81,7 @@ struct LinkAt {
     if constexpr (Grouped) {
       sums = keep(shared_address(shared + p.image_at + p.sums_at) + first_group * kGroupWords<D> * C * 4);
     }
-    strip_words = keep(p.m * p.strip_warps() * kStripRows * Reduce::kWords);
+    strip_words = keep(p.m * p.block_slices() * kStripRows * Reduce::kWords);
     red = keep(p.red_at + w.sub * p.depth * strip_words * 4);
     full = keep(shared_address(shared + p.barriers_at) + (link * kLinkBarriers + w.sub * 2 * p.depth) * 8);
     empty = full + p.depth * 8;
@@ -189,7 +188,7 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingA
         reduce.deliver(value, me);
       }
     } else {
-      float value[Reduce::kValues], waiting[3][Reduce::kValues];  // sums of 1, 2 and 4 slices: the tree, as they come
+      float value[Reduce::kValues], total[Reduce::kValues];
 #pragma unroll 1
       for (int i = 0; i < w.own; ++i) {
         const int slice = w.first_slice + i, stage = at.stage_at(slice);
@@ -197,14 +196,18 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingA
         Tiles tile;
         multiply_slice(tile, at.planes_of(slice), at.stage_at(slice + 1) - stage, stage * Fmt::kStageK);
         reduce.scale(tile, rows, slice, value);
-        carry_sum(value, waiting, i);
+        if (p.delivers()) {
+          if (i == 0 && lap > 0) barrier_wait(at.empty + in_flight * 8, (lap - 1) & 1);
+          reduce.deliver(value, slice);
+        } else {
+#pragma unroll
+          for (int n = 0; n < Reduce::kValues; ++n) total[n] = i == 0 ? value[n] : total[n] + value[n];
+        }
       }
-      if (p.strip_warps() == 1 && p.parts_log == 0) {
-        reduce.store_values(value);
+      if (!p.delivers()) {
+        reduce.store_values(total);
         continue;
       }
-      if (lap > 0) barrier_wait(at.empty + in_flight * 8, (lap - 1) & 1);
-      reduce.deliver(value, me);
     }
     barrier_arrive(at.full + in_flight * 8);
     if (finishes) {
@@ -313,7 +316,7 @@ void launch_decode(const DecodeChain& chain, const Launch& launch, const std::st
   const DecodeArgs& a = chain.links[0];
   if (a.images != nullptr) {
     launch_kernel(launch, text, linear_planes_kernel<F, Grouped, D, C>, dim3(a.plan.m), dim3(kDecodeThreads),
-                  kFloatActivations<F, D> ? 0 : 2 * kStepK * a.steps, a);
+                  stage_row_bytes<F, D>(a), a);
   }
   int grid = 0, shared_bytes = 0;
   for (int i = 0; i < chain.count; ++i) {
@@ -338,19 +341,12 @@ void launch_decode(const DecodeChain& chain, const Launch& launch, const std::st
   }
 }
 
-// Over the dtypes of x and the presence of groups; one file per format instantiates it.
+// Over the planes of x and the presence of groups; one file per format instantiates it.
 template <WeightFormat F>
-void launch_format(const DecodeChain& chain, bool float_activations, const Launch& launch, const std::string& what) {
-  constexpr int kFewest{decode_planes(F, DType::bf16)}, kMost{decode_planes(F, DType::f32)};
-  if constexpr (Format<F>::kInteger) {
-    if (chain.links[0].group_shift > 0) {
-      float_activations ? launch_decode<F, true, kMost>(chain, launch, what)
-                        : launch_decode<F, true, kFewest>(chain, launch, what);
-      return;
-    }
-  }
-  float_activations ? launch_decode<F, false, kMost>(chain, launch, what)
-                    : launch_decode<F, false, kFewest>(chain, launch, what);
+void launch_decode_format(const DecodeChain& chain, int planes, const Launch& launch, const std::string& what) {
+  with_planes<F>(planes, chain.links[0].group_shift > 0, [&]<bool Grouped, int D>() {
+    launch_decode<F, Grouped, D>(chain, launch, what);
+  });
 }
 
 }  // namespace nibblelm::cuda

@@ -4,8 +4,8 @@
 
 namespace nibblelm::cuda {
 
-template void launch_format<WeightFormat::f16>(const DecodeChain&, bool, const Launch&, const std::string&);
-template void launch_format<WeightFormat::bf16>(const DecodeChain&, bool, const Launch&, const std::string&);
-template void launch_format<WeightFormat::f32>(const DecodeChain&, bool, const Launch&, const std::string&);
+template void launch_decode_format<WeightFormat::f16>(const DecodeChain&, int, const Launch&, const std::string&);
+template void launch_decode_format<WeightFormat::bf16>(const DecodeChain&, int, const Launch&, const std::string&);
+template void launch_decode_format<WeightFormat::f32>(const DecodeChain&, int, const Launch&, const std::string&);
 
 }  // namespace nibblelm::cuda

@@ -21,7 +21,7 @@ struct Format {
 
 // bf16 activations take the fewest planes of a format, fp32 the most.
 template <WeightFormat F, int D>
-constexpr bool kFloatActivations{D == decode_planes(F, DType::f32)};
+constexpr bool kFloatActivations{D == activation_planes(F, DType::f32)};
 
 template <WeightFormat F, int D>
 constexpr bool kDigitColumns{digit_columns(Format<F>::kInteger, D)};
@@ -54,6 +54,17 @@ struct DecodeArgs {
   DecodePlan plan;
 };
 
+// What the kernel for more rows is launched with.
+struct LargeArgs {
+  DecodeArgs a;  // of its plan: slices_log and row_rounds
+  LargePlan p;
+  int rows;         // of x
+  uint8_t* tiles;   // x in digits or halves
+  float* scales;    // (slices, padded rows of x)
+  int* sums;        // (slices, planes, padded rows of x): of digits, for weights with one scale a row
+  float* partials;  // sums of slices that wait to be added
+};
+
 // What one launch computes: linears of one row of x, each of what the one before it has stored, or a single linear.
 // Their rings and records have the same places in shared memory.
 struct DecodeChain {
@@ -64,7 +75,30 @@ struct DecodeChain {
 
 // Launches the kernel for one weight format; defined in linear_decode.cuh, one file per format instantiates it.
 template <WeightFormat F>
-void launch_format(const DecodeChain& chain, bool float_activations, const Launch& launch, const std::string& what);
+void launch_decode_format(const DecodeChain& chain, int planes, const Launch& launch, const std::string& what);
+
+// The same for more rows; defined in linear_large.cuh.
+template <WeightFormat F>
+void launch_large_format(const LargeArgs& args, int planes, const Launch& launch, const std::string& what);
+
+// Calls call<Grouped, D>() for what a format is compiled for.
+template <WeightFormat F, class Call>
+void with_planes(int planes, bool grouped, Call call) {
+  constexpr int kFewest{activation_planes(F, DType::bf16)}, kMost{activation_planes(F, DType::f32)};
+  if constexpr (Format<F>::kInteger) {
+    if (grouped) {
+      planes == 1         ? call.template operator()<true, 1>()
+      : planes == kFewest ? call.template operator()<true, kFewest>()
+                          : call.template operator()<true, kMost>();
+    } else if (planes == 1) {
+      call.template operator()<false, 1>();
+    } else {
+      planes == kFewest ? call.template operator()<false, kFewest>() : call.template operator()<false, kMost>();
+    }
+  } else {
+    planes == kFewest ? call.template operator()<false, kFewest>() : call.template operator()<false, kMost>();
+  }
+}
 
 // Eight activations as they are in memory.
 template <bool Float>
@@ -167,56 +201,68 @@ __device__ __forceinline__ uint32_t gather_bytes(uint32_t a, uint32_t b, uint32_
 // Balanced base-256 digits of v * inverse rounded to integers, most significant plane first. With 128 added at every
 // digit but the first, the digits are the integer's bytes, each 128 too high.
 template <int D>
-__device__ __forceinline__ void encode_digits(const float (&v)[8], float inverse, uint2 (&plane)[D]) {
+__device__ __forceinline__ void encode_digits(const float (&v)[8], float inverse, uint32_t (&plane)[D][2]) {
   uint32_t e[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    if constexpr (D == 2) {  // 1.5 x 2^23: the sum's last bits are the rounded integer
-      e[i] = __float_as_uint(fmaf(v[i], inverse, 12582912.0f + 128.0f));
+    if constexpr (D <= 2) {  // 1.5 x 2^23: the sum's last bits are the rounded integer
+      e[i] = __float_as_uint(fmaf(v[i], inverse, 12582912.0f + (D == 2 ? 128.0f : 0.0f)));
     } else {
       e[i] = static_cast<uint32_t>(__float2int_rn(v[i] * inverse)) + 0x8080u;
     }
   }
-  const auto gather = [&]<int Byte>(uint32_t flip) {
-    return make_uint2(gather_bytes<Byte>(e[0], e[1], e[2], e[3]) ^ flip,
-                      gather_bytes<Byte>(e[4], e[5], e[6], e[7]) ^ flip);
+  const auto gather = [&]<int Byte>(uint32_t (&to)[2], uint32_t flip) {
+    to[0] = gather_bytes<Byte>(e[0], e[1], e[2], e[3]) ^ flip;
+    to[1] = gather_bytes<Byte>(e[4], e[5], e[6], e[7]) ^ flip;
   };
-  plane[0] = gather.template operator()<D - 1>(0u);
-  if constexpr (D == 3) plane[1] = gather.template operator()<1>(0x80808080u);
-  plane[D - 1] = gather.template operator()<0>(0x80808080u);
+  gather.template operator()<D - 1>(plane[0], 0u);
+  if constexpr (D == 3) gather.template operator()<1>(plane[1], 0x80808080u);
+  if constexpr (D > 1) gather.template operator()<0>(plane[D - 1], 0x80808080u);
 }
 
-// Writes 8 activations as D planes at `shared`; adds the digits to `sums` (integer formats).
+// 8 activations as D planes; adds the digits to `sums` (integer formats).
 template <WeightFormat F, int D>
-__device__ __forceinline__ void store_planes(uint8_t* shared, const float (&v)[8], float inverse, int (&sums)[D]) {
-  if constexpr (Format<F>::kInteger) {
-    uint2 plane[D];
-    encode_digits<D>(v, inverse, plane);
+struct PlaneWords {
+  static constexpr int kWords{2 * Format<F>::kPlaneBytes};
+  uint32_t plane[D][kWords];
+
+  __device__ __forceinline__ PlaneWords(const float (&v)[8], float inverse, int (&sums)[D]) {
+    if constexpr (Format<F>::kInteger) {
+      encode_digits<D>(v, inverse, plane);
 #pragma unroll
-    for (int d = 0; d < D; ++d) {
-      sums[d] = __dp4a(static_cast<int>(plane[d].x), 0x01010101, sums[d]);
-      sums[d] = __dp4a(static_cast<int>(plane[d].y), 0x01010101, sums[d]);
-    }
-    if constexpr (D == 2) {
-      reinterpret_cast<uint2*>(shared)[0] = plane[0], reinterpret_cast<uint2*>(shared)[2] = plane[1];
-    } else {
-#pragma unroll
-      for (int d = 0; d < D; ++d) reinterpret_cast<uint2*>(shared)[d] = plane[d];
-    }
-  } else {
-    using T = std::conditional_t<F == WeightFormat::f16, half, bf16>;
-    float rest[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) rest[i] = v[i] * inverse;
-#pragma unroll
-    for (int d = 0; d < D; ++d) {
-      Vec<T> term;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        term.v[i] = from_float<T>(rest[i]);
-        rest[i] -= to_float(term.v[i]);  // exact
+      for (int d = 0; d < D; ++d) {
+        sums[d] = __dp4a(static_cast<int>(plane[d][0]), 0x01010101, sums[d]);
+        sums[d] = __dp4a(static_cast<int>(plane[d][1]), 0x01010101, sums[d]);
       }
-      store_vec(reinterpret_cast<T*>(shared) + 8 * d, term);
+    } else {
+      using T = std::conditional_t<F == WeightFormat::f16, half, bf16>;
+      float rest[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) rest[i] = v[i] * inverse;
+#pragma unroll
+      for (int d = 0; d < D; ++d) {
+        Vec<T> term;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          term.v[i] = from_float<T>(rest[i]);
+          rest[i] -= to_float(term.v[i]);  // exact
+        }
+        memcpy(plane[d], &term, sizeof(term));
+      }
+    }
+  }
+};
+
+// Writes them at `shared`, as the decode kernel reads them.
+template <WeightFormat F, int D>
+__device__ __forceinline__ void store_planes(uint8_t* shared, const PlaneWords<F, D>& words) {
+#pragma unroll
+  for (int d = 0; d < D; ++d) {
+    const uint32_t* const w = words.plane[d];
+    if constexpr (Format<F>::kInteger) {
+      reinterpret_cast<uint2*>(shared)[kDigitColumns<F, D> ? 2 * d : d] = make_uint2(w[0], w[1]);
+    } else {
+      reinterpret_cast<uint4*>(shared)[d] = make_uint4(w[0], w[1], w[2], w[3]);
     }
   }
 }
@@ -233,9 +279,15 @@ __device__ __forceinline__ int plane_offset(int k) {
 }
 
 // The power of two that brings `largest` (the bits of a non-negative float) just under the top of the planes' range,
-// and its inverse in `scale`, which is NaN where an activation is infinite or NaN, so that the row's outputs are.
+// and its inverse in `scale`, which is NaN where an activation is infinite or NaN, so that the row's outputs are. A
+// single digit has no bit to lose: its factor brings `largest` to the very top.
 template <WeightFormat F, int D>
 __device__ __forceinline__ float normalizer(uint32_t largest, float& scale) {
+  if constexpr (Format<F>::kInteger && D == 1) {
+    const float most = fmaxf(__uint_as_float(largest), 1e-30f);
+    scale = largest >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : __fdiv_rn(most, 127.0f);
+    return largest == 0 || largest >= 0x7f800000u ? 0.0f : __fdiv_rn(127.0f, most);
+  }
   constexpr float kTop{F == WeightFormat::f16 ? 32768.0f : D == 2 ? 127.0f * 256 : 127.0f * 65536};
   // On the bits of floats: a difference of exponents, one less where the mantissa borrows; no division.
   constexpr uint32_t kOne{0x3f800000u}, kExponent{0x7f800000u}, kLeast{0x0da24260u};  // 1e-30

@@ -11,7 +11,6 @@
 namespace nibblelm::cuda {
 
 constexpr int kRound{8 * kWarp};  // columns of a warp at a time
-constexpr int kMostRounds{4};     // of a row that stays in registers: at least the longest that is normed
 static_assert(kMaxNormColumns <= kMostRounds * kRound * kDecodeWarps);
 
 // Sums of a row on their way.
@@ -41,12 +40,29 @@ struct WarpShare {
   __device__ __forceinline__ int step() const { return subs * kRound; }
 };
 
-// Where a row's planes, sums and scales go, and where bf16 activations wait for their scale: in shared memory, for an
-// image there in the very place of their planes, which are as large.
-struct RowTarget {
-  uint8_t* planes;  // of column `first_column`
-  uint8_t* stage;   // of column 0
+// Where a row's planes, digit sums and scales go in an image of the decode kernel.
+template <WeightFormat F, int D, int C>
+struct ImageRow {
+  static constexpr int kSumStep{C};  // between the words of a group's digit sums
+  uint8_t* planes;                   // of column `first_column`
   int first_column;
+  uint8_t* image;
+  int row;
+  const DecodePlan& p;
+
+  __device__ __forceinline__ void store(int k, const PlaneWords<F, D>& words) const {
+    store_planes<F, D>(planes + plane_offset<F, D>(k - first_column), words);
+  }
+  __device__ __forceinline__ int* sums() const { return reinterpret_cast<int*>(image + p.sums_at) + row; }
+  __device__ __forceinline__ int* group_sums(int k, int shift) const {
+    return sums() + (k - first_column >> shift) * kGroupWords<D> * C;
+  }
+  __device__ __forceinline__ int* slice_sum(int slice, int d) const {
+    return sums() + ((slice & (p.block_slices() - 1)) * D + d) * C;
+  }
+  __device__ __forceinline__ float* scale(int slice) const {
+    return reinterpret_cast<float*>(image + p.scales_at) + (slice & (p.block_slices() - 1)) * C + row;
+  }
 };
 
 __device__ __forceinline__ float squares(const Chunk<false>& chunk) {
@@ -101,18 +117,15 @@ __device__ __forceinline__ Chunk<false> normed(const Chunk<false>& chunk, float 
 
 // Writes 8 activations at column k (`in`: of the slice) as planes, and digit sums of groups; all lanes together. Adds
 // the digits to `total` where the sums are those of slices.
-template <WeightFormat F, bool Grouped, int D, int C, class Load>
-__device__ __forceinline__ void emit(const DecodeArgs& a, int row, int k, bool in, const RowTarget& to, float inverse,
-                                     int* sums, int (&total)[D], Load load) {
-  const int lane = threadIdx.x % kWarp, at = k - to.first_column;
+template <WeightFormat F, bool Grouped, int D, class To, class Load>
+__device__ __forceinline__ void emit(const DecodeArgs& a, int k, bool in, const To& to, float inverse, int (&total)[D],
+                                     Load load) {
+  const int lane = threadIdx.x % kWarp;
   int sum[D]{};
   float v[8];
   if (in) load(v);
   __syncwarp();  // neighbours have read what this lane may write over
-  // In digit columns, a lane of the tile finds 8 columns and the 8 that are 32 further side by side.
-  const int offset =
-      kDigitColumns<F, D> ? at / 64 * 128 + at / 8 % 4 * 32 + at / 32 % 2 * 8 : at * D * Format<F>::kPlaneBytes;
-  if (in) store_planes<F, D>(to.planes + offset, v, inverse, sum);
+  if (in) to.store(k, PlaneWords<F, D>(v, inverse, sum));
   if constexpr (Grouped) {
     const int lanes = (1 << a.group_shift) / 8;
 #pragma unroll
@@ -124,12 +137,12 @@ __device__ __forceinline__ void emit(const DecodeArgs& a, int row, int k, bool i
       }
     }
     if (in && lane % lanes == 0) {
-      int* const target = sums + (at >> a.group_shift) * kGroupWords<D> * C + row;
+      int* const target = to.group_sums(k, a.group_shift);
       if constexpr (D == 2) {
         *target = sum[0] * 256 + sum[1];
       } else {
 #pragma unroll
-        for (int d = 0; d < D; ++d) target[d * C] = sum[d];
+        for (int d = 0; d < D; ++d) target[d * to.kSumStep] = sum[d];
       }
     }
   } else {
@@ -148,25 +161,21 @@ __device__ __forceinline__ void add_digits(const int (&total)[D], int* slice_sum
   }
 }
 
-// By the whole block: what its warps have added up goes to the image.
-template <int D, int C>
-__device__ __forceinline__ void put_slice_sums(const DecodeArgs& a, int row, const WarpShare& share,
-                                               const RowScratch<D>& scratch, uint8_t* image) {
-  const int lane = threadIdx.x % kWarp, in_part = share.slice & (a.plan.block_slices() - 1);
+// By the whole block: what its warps have added up goes to its place.
+template <int D, class To>
+__device__ __forceinline__ void put_slice_sums(const WarpShare& share, const RowScratch<D>& scratch, const To& to) {
+  const int lane = threadIdx.x % kWarp;
   __syncthreads();
-  if (share.sub == 0 && lane < D) {
-    reinterpret_cast<int*>(image + a.plan.sums_at)[(in_part * D + lane) * C + row] =
-        scratch.sums[share.slice * D + lane];
-  }
+  if (share.sub == 0 && lane < D) *to.slice_sum(share.slice, lane) = scratch.sums[share.slice * D + lane];
 }
 
-// Slices [first_slice, first_slice + (1 << log)) of one row by the whole block. `to`: where the planes of this warp's
-// slice go; `image`: the image that holds them. The block synchronizes before it uses the result.
-template <WeightFormat F, bool Grouped, int D, int C, bool Aligned>
+// One row, or what a block takes of it, by the whole block. `stage`: where bf16 activations wait for their scale, from
+// column 0 on: for an image in shared memory the very place of their planes, which are as large. The block synchronizes
+// before it uses the result.
+template <WeightFormat F, bool Grouped, int D, bool Aligned, class To>
 __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const WarpShare& share,
-                                            RowScratch<D>& scratch, const RowTarget& to, uint8_t* image) {
+                                            RowScratch<D>& scratch, const To& to, uint8_t* stage) {
   constexpr bool kFloat{kFloatActivations<F, D>}, kScaled{Format<F>::kScaled}, kSummed{Format<F>::kInteger && !Grouped};
-  const DecodePlan& p = a.plan;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const auto put_largest = [&](uint32_t largest) {
     largest = __reduce_max_sync(kAllLanes, largest);
@@ -175,7 +184,7 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
   if (kSummed && threadIdx.x < kMaxSlices * D) scratch.sums[threadIdx.x] = 0;
   uint32_t largest{0};
   if constexpr (!kFloat) {
-    largest = stage_row<Aligned>(a, share, row, to.stage);
+    largest = stage_row<Aligned>(a, share, row, stage);
   } else if constexpr (kScaled) {
 #pragma unroll 2
     for (int k = share.begin(); k < share.last; k += share.step()) {
@@ -189,39 +198,35 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
     largest = scratch.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
     inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
-  const int in_part = share.slice & (p.block_slices() - 1);
-  int* const sums = reinterpret_cast<int*>(image + p.sums_at);
-  if (share.sub == 0 && lane == 0) reinterpret_cast<float*>(image + p.scales_at)[in_part * C + row] = scale;
+  if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scale;
   int total[D]{};
 #pragma unroll 1
   for (int k = share.begin(); k - 8 * lane < share.last; k += share.step()) {  // all lanes together
-    emit<F, Grouped, D, C>(a, row, k, k < share.last, to, inverse, sums, total, [&](float (&v)[8]) {
+    emit<F, Grouped, D>(a, k, k < share.last, to, inverse, total, [&](float (&v)[8]) {
       Chunk<kFloat> chunk;
       if constexpr (kFloat) {
         chunk = load_chunk<true, Aligned>(a, row, k, share.last);
       } else {
-        chunk.word[0] = *reinterpret_cast<const uint4*>(to.stage + 2 * k);
+        chunk.word[0] = *reinterpret_cast<const uint4*>(stage + 2 * k);
       }
       chunk.unpack(v);
     });
   }
   if constexpr (kSummed) {
     add_digits<D>(total, scratch.sums + share.slice * D);
-    put_slice_sums<D, C>(a, row, share, scratch, image);
+    put_slice_sums<D>(share, scratch, to);
   }
 }
 
 // The same for a row of which every thread has at most 8 R activations, after an RMSNorm where there is one: they stay
 // in registers, and what does not depend on them is done before the wait for what stores them. `slice_sums` in shared
 // memory (D a slice of the block's) gets the digit sums.
-template <WeightFormat F, bool Grouped, int D, int C, int R, class Wait>
+template <WeightFormat F, bool Grouped, int D, int R, class To, class Wait>
 __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, const WarpShare& share,
-                                                  RowScratch<D>& scratch, const RowTarget& to, uint8_t* image,
-                                                  int* slice_sums, Wait wait) {
+                                                  RowScratch<D>& scratch, const To& to, int* slice_sums, Wait wait) {
   constexpr bool kScaled{Format<F>::kScaled}, kSummed{Format<F>::kInteger && !Grouped};
-  const DecodePlan& p = a.plan;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, begin = share.begin(), step = share.step();
-  const int last = min(share.last, a.k), in_part = share.slice & (p.block_slices() - 1);
+  const int last = min(share.last, a.k);
   const RowSource source(a, row, begin);
   const bool norms = a.gain != nullptr;
   const float each = keep(1.0f / static_cast<float>(a.k)), eps = keep(a.eps);
@@ -260,15 +265,43 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
     largest = scratch.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
     inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
-  if (share.sub == 0 && lane == 0) reinterpret_cast<float*>(image + p.scales_at)[in_part * C + row] = scale;
+  if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scale;
   int total[D]{};
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     const int k = begin + r * step;
-    emit<F, Grouped, D, C>(a, row, k, k < share.last, to, inverse, reinterpret_cast<int*>(image + p.sums_at), total,
-                           [&](float (&v)[8]) { x[r].unpack(v); });
+    emit<F, Grouped, D>(a, k, k < share.last, to, inverse, total, [&](float (&v)[8]) { x[r].unpack(v); });
   }
   if constexpr (kSummed) add_digits<D>(total, slice_sums + share.slice * D);
+}
+
+// Row blockIdx.x to memory, in whatever form `to` gives it; `stage`: 2 K bytes of shared memory, unless x is fp32.
+template <WeightFormat F, bool Grouped, int D, class To>
+__device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const WarpShare& share, RowScratch<D>& scratch,
+                                                  const To& to, uint8_t* stage) {
+  const int row = blockIdx.x;
+  const auto wait = [] {
+    dependency_wait();
+    dependency_release();
+  };
+  if constexpr (!kFloatActivations<F, D>) {
+    if (a.x_aligned && a.plan.row_rounds <= kMostRounds) {
+      a.plan.row_rounds == 1
+          ? prepare_short_row<F, Grouped, D, 1>(a, row, share, scratch, to, scratch.sums, wait)
+          : prepare_short_row<F, Grouped, D, kMostRounds>(a, row, share, scratch, to, scratch.sums, wait);
+      if constexpr (Format<F>::kInteger && !Grouped) put_slice_sums<D>(share, scratch, to);
+      return;
+    }
+  }
+  wait();
+  a.x_aligned ? prepare_row<F, Grouped, D, true>(a, row, share, scratch, to, stage)
+              : prepare_row<F, Grouped, D, false>(a, row, share, scratch, to, stage);
+}
+
+// Shared memory of a kernel that calls it.
+template <WeightFormat F, int D>
+int stage_row_bytes(const DecodeArgs& a) {
+  return kFloatActivations<F, D> ? 0 : 2 * kStepK * a.steps;
 }
 
 // One block per row, for plans whose blocks copy their part's image instead of preparing it again.
@@ -277,44 +310,29 @@ __global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __g
   extern __shared__ __align__(16) uint8_t stage[];
   __shared__ RowScratch<D> scratch;
   const DecodePlan& p = a.plan;
-  const int row = blockIdx.x;
   const WarpShare share(a, 0, p.slices_log);
-  const int part = share.slice >> p.block_log;
+  const int part = share.slice >> p.block_log, row = blockIdx.x;
   uint8_t* const image = a.images + part * p.image_bytes;
   const int first_step = slice_begin(part << p.block_log, p.slices_log, a.steps),
             begin = share.first / kStepK - first_step;
   const int at = p.planes_of(share.slice & (p.block_slices() - 1), row, begin, share.last / kStepK - first_step);
-  const RowTarget to{image + p.planes_at + at - begin * kStepK * p.column_bytes, stage, first_step * kStepK};
-  const auto wait = [] {
-    dependency_wait();
-    dependency_release();
-  };
-  if constexpr (!kFloatActivations<F, D>) {
-    if (a.x_aligned && p.row_rounds <= kMostRounds) {
-      p.row_rounds == 1
-          ? prepare_short_row<F, Grouped, D, C, 1>(a, row, share, scratch, to, image, scratch.sums, wait)
-          : prepare_short_row<F, Grouped, D, C, kMostRounds>(a, row, share, scratch, to, image, scratch.sums, wait);
-      if constexpr (Format<F>::kInteger && !Grouped) put_slice_sums<D, C>(a, row, share, scratch, image);
-      return;
-    }
-  }
-  wait();
-  a.x_aligned ? prepare_row<F, Grouped, D, C, true>(a, row, share, scratch, to, image)
-              : prepare_row<F, Grouped, D, C, false>(a, row, share, scratch, to, image);
+  uint8_t* const planes = image + p.planes_at + at - begin * kStepK * p.column_bytes;
+  prepare_to_memory<F, Grouped, D>(a, share, scratch,
+                                   ImageRow<F, D, C>{planes, first_step * kStepK, image, row, p}, stage);
 }
 
 // Waits for what has stored x and brings the block's image to shared memory; `scratch` there holds a RowScratch.
 template <WeightFormat F, bool Grouped, int D, int C, class Wait>
 __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, void* scratch, int part, Wait wait) {
   const DecodePlan& p = a.plan;
+  RowScratch<D>& sums = *static_cast<RowScratch<D>*>(scratch);
   if constexpr (C == 1 && !kFloatActivations<F, D>) {
     if (a.images == nullptr && p.row_rounds <= kMostRounds) {
       const WarpShare share(a, 0, p.block_log);
-      const RowTarget to{image + p.planes_at + share.slice * p.plane_pad, nullptr, 0};
-      RowScratch<D>& sums = *static_cast<RowScratch<D>*>(scratch);
-      int* const digits = reinterpret_cast<int*>(image + p.sums_at);
-      p.row_rounds == 1 ? prepare_short_row<F, Grouped, D, 1, 1>(a, 0, share, sums, to, image, digits, wait)
-                        : prepare_short_row<F, Grouped, D, 1, kMostRounds>(a, 0, share, sums, to, image, digits, wait);
+      const ImageRow<F, D, 1> to{image + p.planes_at + share.slice * p.plane_pad, 0, image, 0, p};
+      int* const digits = to.sums();
+      p.row_rounds == 1 ? prepare_short_row<F, Grouped, D, 1>(a, 0, share, sums, to, digits, wait)
+                        : prepare_short_row<F, Grouped, D, kMostRounds>(a, 0, share, sums, to, digits, wait);
       return;
     }
   }
@@ -323,8 +341,8 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
     const int first_column = slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK;
     const WarpShare share(a, part << p.block_log, p.block_log);
     uint8_t* const planes = image + p.planes_at + share.slice * p.plane_pad;
-    const RowTarget to{planes, planes - 2 * first_column, first_column};
-    prepare_row<F, Grouped, D, 1, true>(a, 0, share, *static_cast<RowScratch<D>*>(scratch), to, image);
+    const ImageRow<F, D, 1> to{planes, first_column, image, 0, p};
+    prepare_row<F, Grouped, D, true>(a, 0, share, sums, to, planes - 2 * first_column);
   } else {
     const uint4* const from = reinterpret_cast<const uint4*>(a.images + part * p.image_bytes);
 #pragma unroll 4

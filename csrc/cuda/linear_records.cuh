@@ -106,6 +106,13 @@ struct RowBits {
   }
 };
 
+// Adds a group's share to `before`: its sums of codes x digits, high and low, fit int32 together; `digits`: their sum.
+__device__ __forceinline__ float add_group(float before, const RowTerms& row, int high, int low, int digits,
+                                           bool has_minimum) {
+  const float sum = fmaf(row.scale, static_cast<float>(high * 256 + low - row.zero * digits), before);
+  return has_minimum ? fmaf(row.minimum, static_cast<float>(digits), sum) : sum;
+}
+
 // sum of codes x digits -> scale * sum of (code - zero) x activation + minimum * sum of activations.
 template <int D>
 __device__ __forceinline__ float scale_sums(const int (&raw)[D], const int (&digits)[D], const RowTerms& row,

@@ -1,4 +1,4 @@
-// From the sums of slices to results: a binary tree whose shape depends on K alone.
+// From the sums of slices to results: added from left to right, so that every kernel can.
 #pragma once
 
 #include "linear_tile.cuh"
@@ -6,35 +6,35 @@
 
 namespace nibblelm::cuda {
 
-// Sum as a tree of neighbours; fewer values with zeros behind them give the tree of those values.
-__device__ __forceinline__ float tree_sum(float (&v)[kMaxSlices]) {
+// The sums of `count` slices from left to right, at most kMaxSlices.
+__device__ __forceinline__ float ordered_sum(const float (&v)[kMaxSlices], int count) {
+  float sum = v[0];
 #pragma unroll
-  for (int level = 0; level < 3; ++level) {
-#pragma unroll
-    for (int i = 0; i < kMaxSlices / 2; ++i) {
-      if (i < kMaxSlices / 2 >> level) v[i] = v[2 * i] + v[2 * i + 1];
-    }
-  }
-  static_assert(kMaxSlices == 8);
-  return v[0];
+  for (int i = 1; i < kMaxSlices; ++i) sum = i < count ? sum + v[i] : sum;
+  return sum;
 }
 
-// Adds value i of a sequence to the tree of the ones before it, those of full subtrees waiting; after 2^n values,
-// `value` is their tree_sum.
-template <int N>
-__device__ __forceinline__ void carry_sum(float (&value)[N], float (&waiting)[3][N], int i) {
-#pragma unroll
-  for (int level = 0; level < 3; ++level) {
-    const bool second = (i >> level & 1) != 0;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      if (second) {
-        value[n] = waiting[level][n] + value[n];
-      } else {
-        waiting[level][n] = value[n];
-      }
-    }
-    if (!second) return;
+// What swiglu makes of a gate and its up, rounded as the separate op would find them.
+__device__ __forceinline__ float gated(const DecodeArgs& a, float gate, float up) {
+  if (a.y_dtype == DType::bf16) gate = to_float(from_float<bf16>(gate)), up = to_float(from_float<bf16>(up));
+  return silu(gate) * up;
+}
+
+// The biases of this lane's rows of a strip, g = lane / 4 and g + 8.
+__device__ __forceinline__ void load_bias(const DecodeArgs& a, int strip, int lane, float (&bias)[2]) {
+  const int n = strip * kStripRows + lane / 4;
+  bias[0] = a.bias != nullptr && n < a.n ? a.bias[n] : 0.0f;
+  bias[1] = a.bias != nullptr && n + 8 < a.n ? a.bias[n + 8] : 0.0f;
+}
+
+// Of row m of x the results of these rows, which in a strip of pairs are a gate and its up.
+__device__ __forceinline__ void store_rows(const DecodeArgs& a, int strip, int lane, int m, float low, float high) {
+  const int g = lane / 4, n = strip * kStripRows + g;
+  if (a.swiglu) {
+    store_from_float(a.y, m * a.y_stride + strip * 8 + g, a.y_dtype, gated(a, low, high));
+  } else {
+    if (n < a.n) store_from_float(a.y, m * a.y_stride + n, a.y_dtype, low);
+    if (n + 8 < a.n) store_from_float(a.y, m * a.y_stride + n + 8, a.y_dtype, high);
   }
 }
 
@@ -107,9 +107,8 @@ struct Reduction {
     wanted = wanted && n < a.n;
     value += bias;
     if (a.swiglu) {
-      if (a.y_dtype == DType::bf16) value = to_float(from_float<bf16>(value));
       const float up = __shfl_down_sync(kAllLanes, value, 8);
-      if (wanted && row < 8) store_from_float(a.y, m * a.y_stride + strip * 8 + row, a.y_dtype, silu(value) * up);
+      if (wanted && row < 8) store_from_float(a.y, m * a.y_stride + strip * 8 + row, a.y_dtype, gated(a, value, up));
     } else if (wanted) {
       store_from_float(a.y, m * a.y_stride + n, a.y_dtype, value);
     }
@@ -117,77 +116,75 @@ struct Reduction {
 
   // Where one warp has taken all of K, this lane's values are the result.
   __device__ __forceinline__ void store_values(const float (&value)[kValues]) const {
-    const int r = lane / 4, n = strip * kStripRows + r;
-    float bias[2]{};
-    if (a.bias != nullptr) bias[0] = n < a.n ? a.bias[n] : 0.0f, bias[1] = n + 8 < a.n ? a.bias[n + 8] : 0.0f;
+    float bias[2];
+    load_bias(a, strip, lane, bias);
 #pragma unroll
     for (int i = 0; i < kValues; i += 2) {
       const int m = Tiles::column(i / 2 / Tiles::kColumns, i / 2 % Tiles::kColumns, lane);
-      if (m >= a.plan.m) continue;
-      float low = value[i] + bias[0], high = value[i + 1] + bias[1];
-      if (a.swiglu) {
-        if (a.y_dtype == DType::bf16) low = to_float(from_float<bf16>(low)), high = to_float(from_float<bf16>(high));
-        store_from_float(a.y, m * a.y_stride + strip * 8 + r, a.y_dtype, silu(low) * high);
+      if (m < a.plan.m) store_rows(a, strip, lane, m, value[i] + bias[0], value[i + 1] + bias[1]);
+    }
+  }
+
+  // The sums of the strip's slices in row `row` of the strip and row m of x, four of the eight from `first` on.
+  __device__ __forceinline__ void read_slices(int m, int row, int first, const RowTerms& terms, float (&v)[4]) const {
+    const int count = a.plan.block_slices();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int slice = min(first + i, count - 1);
+      const int* const from = red + ((slice * (C == 1 ? 1 : a.plan.m) + m) * kStripRows + row) * kWords;
+      if constexpr (kRaw) {
+        int raws[D], digits[D];
+#pragma unroll
+        for (int d = 0; d < D; ++d) raws[d] = from[d], digits[d] = sums[slice * D + d];
+        v[i] = scale_sums<D>(raws, digits, terms, scales[slice], a.has_minimum);
       } else {
-        if (n < a.n) store_from_float(a.y, m * a.y_stride + n, a.y_dtype, low);
-        if (n + 8 < a.n) store_from_float(a.y, m * a.y_stride + n + 8, a.y_dtype, high);
+        v[i] = __int_as_float(*from);
       }
     }
   }
 
-  // The sum over the strip's warps of row `row` and row m of x; with one row of x, two lanes share it.
-  __device__ __forceinline__ float add_slices(int m, int row, const RowTerms& terms) const {
-    const int count = a.plan.strip_warps();
-    if constexpr (C == 1) {
-      float v[kMaxSlices / 2];
-#pragma unroll
-      for (int i = 0; i < kMaxSlices / 2; ++i) {
-        const int at = lane / kStripRows * (kMaxSlices / 2) + i, slice = min(at, count - 1);
-        const int* const from = red + (slice * kStripRows + row) * kWords;
-        if constexpr (kRaw) {
-          int raws[D], digits[D];
-#pragma unroll
-          for (int d = 0; d < D; ++d) raws[d] = from[d], digits[d] = sums[slice * D + d];
-          v[i] = scale_sums<D>(raws, digits, terms, scales[slice], a.has_minimum);
-        } else {
-          v[i] = __int_as_float(*from);
-        }
-        if (at >= count) v[i] = 0.0f;
-      }
-      const float half = (v[0] + v[1]) + (v[2] + v[3]);
-      return half + __shfl_xor_sync(kAllLanes, half, kStripRows);
-    } else {
-      float v[kMaxSlices];
-#pragma unroll
-      for (int s = 0; s < kMaxSlices; ++s) {
-        v[s] = s < count ? __int_as_float(red[(s * a.plan.m + m) * kStripRows + row]) : 0.0f;
-      }
-      return tree_sum(v);
-    }
-  }
-
-  // Warp `me` of the strip finishes every strip_warps()th round of two rows of x, a half of the warp each; the loops
-  // stay rolled, since code that runs once comes from memory. `terms` and `bias`: of row lane % 16.
+  // Warp `me` of the strip finishes every strip_warps()th round of two rows of x, a half of the warp each; one row of x
+  // by half of the slices each, the upper half having the result. The loops stay rolled, since code that runs once comes
+  // from memory. `terms` and `bias`: of row lane % 16.
   __device__ __forceinline__ void finish(const RowTerms& terms, float bias, int me) const {
+    static_assert(kMaxSlices == 8);
     const DecodePlan& p = a.plan;
-    const int rounds = C == 1 ? 1 : (p.m + 1) / 2;
-    const int row = lane % kStripRows, m_count = C == 1 ? 1 : p.m;
-    const int m_first = C == 1 ? 0 : lane / kStripRows;
+    const int rounds = C == 1 ? 1 : (p.m + 1) / 2, count = p.block_slices();
+    const int row = lane % kStripRows, half = lane / kStripRows, m_count = C == 1 ? 1 : p.m;
     float* const partials = a.partials + static_cast<int64_t>(strip) * m_count * kStripRows + row;
-    const int64_t part_step = static_cast<int64_t>(p.strips) * m_count * kStripRows;
+    const int64_t slice_step = static_cast<int64_t>(p.strips) * m_count * kStripRows;
 #pragma unroll 1
     for (int i = me; i < rounds; i += p.strip_warps()) {
-      const bool wanted = m_first + 2 * i < m_count && (C > 1 || lane < kStripRows);
-      const int m = min(m_first + 2 * i, m_count - 1);
-      const float value = add_slices(m, row, terms);
-      if (p.parts_log == 0) {
-        store(m, row, value, bias, wanted);
-      } else if (wanted) {
-        partials[part * part_step + m * kStripRows] = value;
+      const int m = C == 1 ? 0 : min(half + 2 * i, m_count - 1);
+      float v[C == 1 ? 1 : 2][4];
+#pragma unroll
+      for (int q = 0; q < (C == 1 ? 1 : 2); ++q) read_slices(m, row, 4 * (C == 1 ? half : q), terms, v[q]);
+      if (p.parts_log > 0) {
+        if (C > 1 && half + 2 * i >= m_count) continue;
+        float* const to = partials + (part << p.block_log) * slice_step + m * kStripRows;
+#pragma unroll
+        for (int s = 0; s < (C == 1 ? 4 : kMaxSlices); ++s) {
+          const int slice = C == 1 ? 4 * half + s : s;
+          if (slice < count) to[slice * slice_step] = v[s / 4][s % 4];
+        }
+        continue;
       }
+      float sum = v[0][0];
+      if constexpr (C == 1) {
+#pragma unroll
+        for (int s = 1; s < 4; ++s) sum = s < count ? sum + v[0][s] : sum;
+        const float lower = __shfl_xor_sync(kAllLanes, sum, kStripRows);
+        sum = lower;
+#pragma unroll
+        for (int s = 0; s < 4; ++s) sum = 4 + s < count ? sum + v[0][s] : sum;
+      } else {
+#pragma unroll
+        for (int s = 1; s < kMaxSlices; ++s) sum = s < count ? sum + v[s / 4][s % 4] : sum;
+      }
+      store(m, row, sum, bias, C == 1 ? half == 1 : half + 2 * i < m_count);
     }
     if (p.parts_log == 0) return;
-    // The block that arrives last adds the parts, in their order. Four bits of a counter for every warp of a strip.
+    // The block that arrives last adds the slices, in their order. Four bits of a counter for every warp of a strip.
     __threadfence();
     __syncwarp();
     int ticket{0};
@@ -196,14 +193,13 @@ struct Reduction {
     __threadfence();
 #pragma unroll 1
     for (int i = me; i < rounds; i += p.strip_warps()) {
-      const bool wanted = m_first + 2 * i < m_count && (C > 1 || lane < kStripRows);
-      const int m = min(m_first + 2 * i, m_count - 1);
+      const int m = C == 1 ? 0 : min(half + 2 * i, m_count - 1);
       float v[kMaxSlices];
 #pragma unroll
       for (int s = 0; s < kMaxSlices; ++s) {
-        v[s] = s < p.parts() ? __ldcg(partials + s * part_step + m * kStripRows) : 0.0f;
+        v[s] = s < p.slices() ? __ldcg(partials + s * slice_step + m * kStripRows) : 0.0f;
       }
-      store(m, row, tree_sum(v), bias, wanted);
+      store(m, row, ordered_sum(v, p.slices()), bias, C == 1 ? half == 1 : half + 2 * i < m_count);
     }
     if (lane == 0) atomicSub(a.arrivals + strip, p.parts() << 4 * me);
   }

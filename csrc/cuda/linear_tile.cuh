@@ -79,10 +79,7 @@ struct Tile {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           if constexpr (D == 2) {
-            add_whole(t, h, j, rows[h].scale, rows[h].zero, digits[0]);
-            if (group.form.has_minimum()) {
-              sum[t][h][j] = fmaf(rows[h].minimum, static_cast<float>(digits[0]), sum[t][h][j]);
-            }
+            add_whole(t, h, j, rows[h], digits[0], group.form.has_minimum());
           } else {
             int raws[D];
 #pragma unroll
@@ -95,10 +92,8 @@ struct Tile {
     clear();
   }
 
-  // Two digits of a group fit int32 together.
-  __device__ __forceinline__ void add_whole(int t, int h, int j, float scale, int zero, int digits) {
-    const int both = raw(t, 0, h, j) * 256 + raw(t, 1, h, j) - zero * digits;
-    sum[t][h][j] = fmaf(scale, static_cast<float>(both), sum[t][h][j]);
+  __device__ __forceinline__ void add_whole(int t, int h, int j, const RowTerms& row, int digits, bool has_minimum) {
+    sum[t][h][j] = add_group(sum[t][h][j], row, raw(t, 0, h, j), raw(t, 1, h, j), digits, has_minimum);
   }
 };
 
@@ -237,7 +232,7 @@ __device__ __forceinline__ void multiply_stage(const DecodeArgs& a, Tile<F, Grou
       float scale[2];
       unpack_pair(scales, group.form.brain(), scale[0], scale[1]);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) tile.add_whole(0, h, 0, scale[h], zero_of<F>(zeros, h), digit_sum);
+      for (int h = 0; h < 2; ++h) tile.add_whole(0, h, 0, {scale[h], 0.0f, zero_of<F>(zeros, h)}, digit_sum, false);
       tile.clear();
       group.sums += 4;
     }

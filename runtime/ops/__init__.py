@@ -104,9 +104,11 @@ def linear(
 
     x     (M, K); bias (N,) in fp32, or None; out (M, N), may be a column slice of a wider buffer and may be fp32
           where x is bf16 (the head's logits)
-    activation_bits  for quantized weights on the CPU: x is rounded per row and group of K to 8-, 16- or 24-bit
-                     fixed point (int8 digits), then the dot product is exact in int32. 24 is as accurate as an
-                     fp32 dot product. Ignored for full weights, which take fp32 products.
+    activation_bits  for quantized weights: x is rounded per row and part of K to 8-, 16- or 24-bit fixed point (int8
+                     digits), then the dot product is exact in int32. 24 is as accurate as an fp32 dot product. CUDA
+                     takes 8, else what x holds: 16 bits of bf16, 24 of fp32. Ignored for full weights, which take
+                     fp32 products.
+    A row's result does not depend on the other rows, nor, with quantized weights or on CUDA, on how many there are.
     """
     return backend(x.device).linear(x, weight, bias, activation_bits, out)
 
@@ -142,7 +144,9 @@ def norm_linear(
     x, residual, h (M, K), gain (K,) fp32; returns (y, h): y (M, N) or, gated, (M, N / 2); h = x + residual
     """
     if x.device.type == "cuda":
-        together = backend(x.device).norm_linear(x, gain, eps, residual, weight, bias, out, plus_one, gated)
+        together = backend(x.device).norm_linear(
+            x, gain, eps, residual, weight, bias, activation_bits, out, plus_one, gated
+        )
         if together is not None:
             return together
     normed, h = rms_norm(x, gain, eps, residual, plus_one)
@@ -163,7 +167,7 @@ def linear_chain(
     x, residual (M, K); returns (the last y, the residual stream after the last step that has a norm)
     """
     if x.device.type == "cuda":
-        together = backend(x.device).linear_chain(x, residual, steps)
+        together = backend(x.device).linear_chain(x, residual, steps, activation_bits)
         if together is not None:
             return together
     for step in steps:

@@ -1,0 +1,8 @@
+// The kernel for many rows of x and int8 weights.
+#include "linear_large.cuh"
+
+namespace nibblelm::cuda {
+
+template void launch_large_format<WeightFormat::int8>(const LargeArgs&, int, const Launch&, const std::string&);
+
+}  // namespace nibblelm::cuda

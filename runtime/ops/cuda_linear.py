@@ -1,0 +1,320 @@
+"""CUDA linear: packing of weights, and calls of the kernels for any number of rows."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from nibblelm.ops.cuda_device import DTYPES, fused, launch_args, require
+from nibblelm.ops.cuda_device import kernels as _cuda
+from nibblelm.ops.cuda_upload import upload
+from nibblelm.ops.types import LinearStep, PackedLinear, QuantizedWeight, Weight
+
+_FORMATS = {4: 0, 8: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
+_MOST_COLUMNS = 1 << 16  # 255 x 127 x 65,536 is the largest sum of codes by digits below 2^31
+_wgmma: ContextVar[bool] = ContextVar("wgmma", default=True)
+
+
+@contextmanager
+def wgmma(enabled: bool) -> Iterator[None]:
+    """Let the block's linears use `wgmma` where the card has it, or `mma.sync` as other cards do, for equal bits."""
+    token = _wgmma.set(enabled)
+    try:
+        yield
+    finally:
+        _wgmma.reset(token)
+
+
+@dataclass(frozen=True)
+class CudaWeight:
+    """What `PackedLinear.data` is on CUDA: the descriptor that kernels take and the tensors it points into."""
+
+    descriptor: Any
+    values: Tensor  # fragments of codes (bytes), or the padded row-major matrix
+    records: Tensor | None
+    arrivals: Tensor  # int32 zeros, one per strip of 16 rows and one more: the kernels' counters
+
+
+def _padded(t: Tensor, rows: int, columns: int) -> Tensor:
+    if t.shape == (rows, columns):
+        return t
+    return torch.nn.functional.pad(t, (0, columns - t.shape[1], 0, rows - t.shape[0]))
+
+
+def _stacked(parts: Sequence[Tensor], pairs: bool, device: torch.device) -> Tensor:
+    """The rows of all parts on the device; in pairs, 8 of the first and then 8 of the second in turn."""
+    t = upload(parts, device)
+    return t.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(0, 2) if pairs else t
+
+
+def _zeros(parts: Sequence[QuantizedWeight], device: torch.device) -> Tensor:
+    """Zero-points of all parts as uint8 (N, G)."""
+    bits, groups = parts[0].bits, parts[0].groups
+    per, middle = 32 // bits, -0x77777778 if bits == 4 else -0x7F7F7F80  # 8 or 128 in every place of an int32
+    words = [
+        torch.full((-(-p.shape[0] // per), groups), middle, dtype=torch.int32) if p.zero_point is None else p.zero_point
+        for p in parts
+    ]
+    zeros = upload(words, device).view(-1).view(torch.uint8).view(-1, groups, 4).transpose(1, 2)  # little-endian
+    if bits == 4:
+        zeros = torch.stack([zeros & 15, zeros >> 4], 2)
+    padded = zeros.reshape(-1, groups).split([w.shape[0] * per for w in words])
+    return torch.cat([t[: p.shape[0]] for t, p in zip(padded, parts, strict=True)])
+
+
+def _records(parts: Sequence[QuantizedWeight], pairs: bool, strips: int, groups: int, device: torch.device) -> Tensor:
+    """Scales, zero-points and minima in the layout of csrc/cuda/linear.h: uint8 (strips, groups, record bytes)."""
+
+    def halves(tensors: Sequence[Tensor]) -> Tensor:
+        t = _padded(_stacked(tensors, pairs, device), strips * 16, groups).view(strips, 2, 8, groups)
+        return t.permute(0, 3, 2, 1).contiguous().view(strips, groups, -1).view(torch.uint8)
+
+    fields = [halves([p.scale for p in parts])]
+    if any(p.zero_point is not None for p in parts):
+        zeros = halves([_zeros(parts, device)])
+        fields.append(zeros[..., 0::2] | zeros[..., 1::2] << 4 if parts[0].bits == 4 else zeros)
+    minima = [p.minimum for p in parts if p.minimum is not None]
+    if minima:
+        fields.append(halves(minima))
+    return fields[0] if len(fields) == 1 else torch.cat(fields, -1)
+
+
+def _scheme(part: Weight) -> tuple[object, ...]:
+    if isinstance(part, QuantizedWeight):
+        return part.bits, part.group_size, part.scale.dtype, part.minimum is not None, part.shape[1]
+    return part.dtype, part.shape[1]
+
+
+def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:
+    require()
+    pairs = pairs and len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].shape[0] % 8 == 0
+    first = parts[0]
+    if any(_scheme(p) != _scheme(first) for p in parts):
+        raise ValueError(f"parts of one linear differ in scheme: {[_scheme(p) for p in parts]}")
+    n, k = sum(p.shape[0] for p in parts), first.shape[1]
+    with torch.cuda.device(device):
+        arrivals = torch.zeros(-(-n // 16) + 1, dtype=torch.int32, device=device)
+        packed = (
+            _pack_quantized([cast(QuantizedWeight, p) for p in parts], pairs, n, k, arrivals)
+            if isinstance(first, QuantizedWeight)
+            else _pack_full([cast(Tensor, p) for p in parts], pairs, n, k, arrivals)
+        )
+        if launch_args()[1]:  # kernels may read weights before the work ahead of them is done
+            torch.cuda.current_stream().synchronize()
+    nbytes = sum(t.numel() * t.element_size() for t in (packed.values, packed.records) if t is not None)
+    bits, group = (first.bits, first.group_size) if isinstance(first, QuantizedWeight) else (8 * first.itemsize, -1)
+    return PackedLinear((n, k), bits, group, nbytes, device, packed, pairs)
+
+
+def _pack_full(parts: list[Tensor], pairs: bool, n: int, k: int, arrivals: Tensor) -> CudaWeight:
+    if parts[0].dtype not in DTYPES:
+        raise ValueError(f"full weights are fp32, fp16 or bf16, not {parts[0].dtype}")
+    device = arrivals.device
+    values = _padded(_stacked(parts, pairs, device), n, -(-k // 32) * 32).contiguous()
+    if values.data_ptr() % 16:
+        values = values.clone()
+    dtype = DTYPES[values.dtype]
+    descriptor = _cuda.LinearWeight(
+        values.data_ptr(), 0, _FORMATS[values.dtype], n, k, values.shape[1], 0, dtype, False, False
+    )
+    return CudaWeight(descriptor, values, None, arrivals)
+
+
+def _pack_quantized(parts: list[QuantizedWeight], pairs: bool, n: int, k: int, arrivals: Tensor) -> CudaWeight:
+    bits, group = parts[0].bits, parts[0].group_size
+    scale_dtype, minimum = parts[0].scale.dtype, parts[0].minimum is not None
+    if k > _MOST_COLUMNS:
+        raise ValueError(f"quantized linear with K = {k}; supported: at most {_MOST_COLUMNS}, so that sums fit int32")
+    if group not in {-1, 32, 64, 128} or scale_dtype not in DTYPES or k < 1:
+        raise ValueError(f"quantized linear with group size {group}, {scale_dtype} scales; supported: -1, 32, 64, 128")
+    device, zero = arrivals.device, any(p.zero_point is not None for p in parts)
+
+    def descriptor(values: int, records: int) -> Any:
+        group_size = max(group, 0)
+        return _cuda.LinearWeight(
+            values, records, _FORMATS[bits], n, k, 0, group_size, DTYPES[scale_dtype], zero, minimum
+        )
+
+    sizes = descriptor(0, 0)
+    small = sizes.strips * sizes.groups < 1 << 12  # then a launch costs more than the CPU's work
+    where = torch.device("cpu") if small and parts[0].scale.device.type == "cpu" else device
+    records = upload([_records(parts, pairs, sizes.strips, sizes.groups, where)], device)
+    codes = _stacked([p.codes for p in parts], pairs, device)
+    values = torch.empty(sizes.strips * sizes.steps * 256 * bits, dtype=torch.uint8, device=device)
+    packed = descriptor(values.data_ptr(), records.data_ptr())
+    stream = torch.cuda.current_stream().cuda_stream
+    _cuda.linear_pack(packed, codes.data_ptr(), codes.shape[1], values.data_ptr(), stream)
+    return CudaWeight(packed, values, records, arrivals)
+
+
+def _checked_linear(
+    x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor | None
+) -> Tensor:
+    """The place of the result; ValueError where the arguments break the contract."""
+    (n, k), rows = weight.shape, x.shape[0]
+    if activation_bits == 8 and x.dtype == torch.float32:
+        raise ValueError("linear: 8-bit activations are made of bf16 rows on CUDA, not of fp32")
+    if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1 or x.dtype not in {torch.bfloat16, torch.float32}:
+        raise ValueError(f"linear: x {tuple(x.shape)} {x.dtype} strides {x.stride()}, want (M, {k}) bf16 or fp32")
+    if out is None:
+        out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    elif out.shape != (rows, n) or out.stride(1) != 1 or out.dtype not in {torch.bfloat16, torch.float32}:
+        raise ValueError(
+            f"linear: out {tuple(out.shape)} {out.dtype} strides {out.stride()}, want ({rows}, {n}) bf16 or fp32"
+        )
+    if bias is not None and (bias.shape != (n,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
+        raise ValueError(f"linear: bias {tuple(bias.shape)} {bias.dtype}, want contiguous ({n},) fp32")
+    return out
+
+
+def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor | None) -> Tensor:
+    out = _checked_linear(x, weight, bias, activation_bits, out)
+    if x.shape[0] > 0:
+        _launch([_Call(x, weight, bias, out, activation_bits)])
+    return out
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """What comes before a linear, and whether swiglu comes after it."""
+
+    gain: Tensor
+    eps: float
+    residual: Tensor | None
+    h: Tensor
+    plus_one: bool
+    gated: bool
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One linear; it holds the tensors whose addresses the kernel takes."""
+
+    x: Tensor
+    weight: PackedLinear
+    bias: Tensor | None
+    out: Tensor
+    activation_bits: int
+    norm: _Norm | None = None
+
+    def workspace_bytes(self) -> int:
+        descriptor, x = self.weight.data.descriptor, self.x
+        eight_bits = self.activation_bits == 8
+        return _cuda.linear_workspace(descriptor, x.data_ptr(), x.stride(0), DTYPES[x.dtype], x.shape[0], eight_bits)
+
+    def step(self, workspace: Tensor | None) -> Any:
+        x, out, norm, data = self.x, self.out, self.norm, self.weight.data
+        fused: dict[str, Any] = {}
+        if norm is not None:
+            fused = {"gain": norm.gain.data_ptr(), "h": norm.h.data_ptr(), "eps": norm.eps}
+            fused |= {"plus_one": norm.plus_one, "swiglu": norm.gated}
+            if norm.residual is not None:
+                fused |= {"residual": norm.residual.data_ptr(), "residual_stride": norm.residual.stride(0)}
+        return _cuda.LinearStep(
+            weight=data.descriptor, x=x.data_ptr(), x_stride=x.stride(0), x_dtype=DTYPES[x.dtype], y=out.data_ptr(),
+            y_stride=out.stride(0), y_dtype=DTYPES[out.dtype], bias=0 if self.bias is None else self.bias.data_ptr(),
+            rows=x.shape[0], eight_bits=self.activation_bits == 8, mma_sync=not _wgmma.get(),
+            workspace=0 if workspace is None else workspace.data_ptr(), arrivals=data.arrivals.data_ptr(), **fused,
+        )  # fmt: skip
+
+
+def _launch(calls: Sequence[_Call]) -> None:
+    """One after another. Those of few rows may run as one kernel and need a workspace each."""
+    sizes, device = [call.workspace_bytes() for call in calls], calls[0].x.device
+
+    def workspace(size: int) -> Tensor | None:
+        return torch.empty(size, dtype=torch.uint8, device=device) if size else None
+
+    if calls[0].x.shape[0] > _cuda.MAX_DECODE_ROWS:
+        spaces = [workspace(max(sizes))] * len(calls)
+    else:
+        spaces = [workspace(size) for size in sizes]
+    _cuda.linear([call.step(space) for call, space in zip(calls, spaces, strict=True)], *launch_args())
+
+
+def _norm_call(
+    x: Tensor,
+    gain: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    weight: PackedLinear,
+    bias: Tensor | None,
+    activation_bits: int,
+    out: Tensor | None,
+    plus_one: bool,
+    gated: bool,
+) -> _Call | None:
+    """None where the kernel does not take these arguments."""
+    n, k = weight.shape
+    rows = [x] if residual is None else [x, residual]
+    fits = all(
+        t.shape == (x.shape[0], k) and t.dtype == torch.bfloat16 and t.stride(1) == 1 and t.stride(0) % 8 == 0
+        and t.data_ptr() % 16 == 0
+        for t in rows
+    )  # fmt: skip
+    if not (
+        fused() and fits and x.shape[0] > 0 and k % 8 == 0 and k <= _cuda.MAX_NORM_COLUMNS
+        and gain.data_ptr() % 16 == 0 and (not gated or (weight.pairs and bias is None and out is None))
+    ):  # fmt: skip
+        return None
+    if gain.shape != (k,) or gain.dtype != torch.float32 or not gain.is_contiguous():
+        raise ValueError(f"norm_linear: gain {tuple(gain.shape)} {gain.dtype}, want contiguous ({k},) fp32")
+    if gated:
+        out = torch.empty(x.shape[0], n // 2, dtype=x.dtype, device=x.device)
+    else:
+        out = _checked_linear(x, weight, bias, activation_bits, out)
+    h = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _Call(x, weight, bias, out, activation_bits, _Norm(gain, eps, residual, h, plus_one, gated))
+
+
+def norm_linear(
+    x: Tensor,
+    gain: Tensor,
+    eps: float,
+    residual: Tensor | None,
+    weight: PackedLinear,
+    bias: Tensor | None,
+    activation_bits: int,
+    out: Tensor | None,
+    plus_one: bool,
+    gated: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """(y, h) by one kernel, or None where these arguments have none."""
+    call = _norm_call(x, gain, eps, residual, weight, bias, activation_bits, out, plus_one, gated)
+    if call is None or call.norm is None:
+        return None
+    _launch([call])
+    return call.out, call.norm.h
+
+
+def linear_chain(
+    x: Tensor, residual: Tensor | None, steps: Sequence[LinearStep], activation_bits: int
+) -> tuple[Tensor, Tensor | None] | None:
+    """(y, residual) by as few kernels as can be, or None where a step has none."""
+    if not (fused() and x.dtype == torch.bfloat16 and x.shape[0] > 0):
+        return None
+    calls: list[_Call] = []
+    for step in steps:
+        if step.gain is None:
+            call = _Call(
+                x,
+                step.weight,
+                step.bias,
+                _checked_linear(x, step.weight, step.bias, activation_bits, None),
+                activation_bits,
+            )
+        else:
+            found = _norm_call(
+                x, step.gain, step.eps, residual, step.weight, step.bias, activation_bits, None, False, step.gated
+            )
+            if found is None or found.norm is None:
+                return None
+            call, residual = found, found.norm.h
+        calls.append(call)
+        x = call.out
+    _launch(calls)
+    return x, residual

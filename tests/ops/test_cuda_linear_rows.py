@@ -1,0 +1,151 @@
+"""A row of CUDA linear has the same bits whatever rows are beside it, and the accuracy its digits promise."""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.ops import cuda
+from nibblelm.ops.types import ActivationBits, PackedLinear
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cuda_weights import DEVICE, FP32_ERROR, REASON, USABLE, activations, error, full, quantized
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
+INTEGER = [(bits, group, form) for bits in (4, 8) for group in (-1, 32, 64, 128) for form in ("zero", "minimum")]
+DIGITS: list[tuple[torch.dtype, ActivationBits]] = [(torch.bfloat16, 8), (torch.bfloat16, 16), (torch.float32, 24)]
+WIDE = (17, 31, 33, 64, 65, 130, 300)
+
+
+def slices(k: int) -> list[tuple[int, int]]:
+    """The parts of K that have scales of their own: up to 8 (short rows 4), of whole steps of 128 columns."""
+    steps = -(-k // 128)
+    most, count = 8 if steps >= 32 else 4, 1
+    while 2 * count <= min(steps, most):
+        count *= 2
+    edges = [min(128 * (i * steps // count), k) for i in range(count + 1)]
+    return list(pairwise(edges))
+
+
+def digit_bound(x: Tensor, truth: Tensor, bits: ActivationBits) -> Tensor:
+    """The most that rounding to digits can change, (M, N): half a step of each slice's largest value by |w|."""
+    steps = {8: 127, 16: 127 * 256 / 2, 24: 127 * 65536 / 2}[bits]  # a power of two may leave the top bit unused
+    x, size = x.double().cpu(), truth.abs()
+    bound = torch.zeros(x.shape[0], truth.shape[0], dtype=torch.float64)
+    for first, last in slices(x.shape[1]):
+        half_step = x[:, first:last].abs().amax(1) / steps / 2
+        bound += half_step[:, None] * size[:, first:last].sum(1)
+    return bound + 2.0**-20 * (x.abs() @ size.T)  # and fp32 sums of the slices
+
+
+def by_sixteens(x: Tensor, packed: PackedLinear, bits: ActivationBits, bias: Tensor | None = None) -> Tensor:
+    """By the kernel for few rows; its rows equal those of M = 1 (test_cuda_linear)."""
+    return torch.cat([ops.linear(part, packed, bias, bits) for part in x.split(16)])
+
+
+def check(
+    packed: PackedLinear, x: Tensor, bits: ActivationBits, rows: tuple[int, ...], bias: Tensor | None = None
+) -> None:
+    want = by_sixteens(x, packed, bits, bias)
+    for i in (0, x.shape[0] // 2, x.shape[0] - 1):
+        assert torch.equal(ops.linear(x[i : i + 1], packed, bias, bits), want[i : i + 1]), i
+    for m in rows:
+        for wide in (True, False):
+            with cuda.wgmma(wide):
+                for part, there in ((x[:m], want[:m]), (x[-m:], want[-m:])):
+                    out = torch.full_like(there, float("nan"))
+                    ops.linear(part, packed, bias, bits, out)
+                    assert torch.equal(out, there), (m, wide)
+
+
+@pytest.mark.parametrize(("x_dtype", "activation_bits"), DIGITS)
+@pytest.mark.parametrize(("bits", "group", "form"), INTEGER)
+def test_integer_weights(
+    bits: int, group: int, form: str, x_dtype: torch.dtype, activation_bits: ActivationBits
+) -> None:
+    for n, k in ((331, 172), (63, 4099), (300, 2048), (1, 64)):
+        weight, truth = quantized(n, k, bits, group, form, torch.bfloat16)
+        packed = ops.pack_linear([weight], DEVICE)
+        x = activations(300, k, x_dtype)
+        x[3, k // 2] *= 1000
+        x[5] = 0
+        x[7] *= 1e-20
+        bias = torch.randn(n, device=DEVICE)
+        check(packed, x, activation_bits, WIDE, bias if n == 331 else None)
+        got = ops.linear(x, packed, None, activation_bits, torch.empty(300, n, device=DEVICE)).double().cpu()
+        assert ((got - x.double().cpu() @ truth.T).abs() <= digit_bound(x, truth, activation_bits)).all(), (n, k)
+
+
+@pytest.mark.parametrize("group", [-1, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_thousands_of_rows(bits: int, group: int) -> None:
+    packed = ops.pack_linear([quantized(520, 1024, bits, group, "zero", torch.bfloat16)[0]], DEVICE)
+    x = activations(8192, 1024, torch.bfloat16)
+    for activation_bits in (8, 16):
+        check(packed, x, activation_bits, (2048, 2049, 8192))
+
+
+@pytest.mark.parametrize("k", [4096, 14336])
+@pytest.mark.parametrize(("bits", "group"), [(4, -1), (4, 128), (8, -1)])
+def test_slices_shared_out_over_blocks(bits: int, group: int, k: int) -> None:
+    """A matrix of few rows, so that several blocks take a tile's K."""
+    packed = ops.pack_linear([quantized(528, k, bits, group, "zero", torch.float16)[0]], DEVICE)
+    for dtype, activation_bits in DIGITS:
+        check(packed, activations(200, k, dtype), activation_bits, (20, 64, 200))
+
+
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_full_weights(weight_dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    for n, k in ((331, 172), (63, 4099), (300, 2048), (528, 14336), (1, 96)):
+        weight, truth = full(n, k, weight_dtype)
+        packed = ops.pack_linear([weight], DEVICE)
+        x = activations(200, k, x_dtype)
+        x[5] = 0
+        check(packed, x, 24, (17, 64, 65, 200), torch.randn(n, device=DEVICE) if n == 331 else None)
+        got = ops.linear(x, packed, None, 24, torch.empty(200, n, device=DEVICE))
+        assert error(got, x.double().cpu() @ truth.T) <= FP32_ERROR
+    packed = ops.pack_linear([full(520, 1024, weight_dtype)[0]], DEVICE)
+    check(packed, activations(2300, 1024, x_dtype), 24, (2300,))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_sums_at_the_edge_of_int32(bits: int) -> None:
+    """Largest codes by largest digits over the longest K, all of one sign."""
+    k = 65536
+    weight, truth = quantized(16, k, bits, -1, "zero", torch.float32)
+    weight.codes.fill_(-1)
+    assert weight.zero_point is not None
+    weight.zero_point.fill_(0)
+    truth = weight.scale.double() * ((1 << bits) - 1) * torch.ones(1, k, dtype=torch.float64)
+    packed = ops.pack_linear([weight], DEVICE)
+    for value in (1.0, -255 / 128):
+        for dtype, activation_bits in DIGITS:
+            x = torch.full((20, k), value, dtype=dtype, device=DEVICE)
+            got = ops.linear(x, packed, None, activation_bits, torch.empty(20, 16, device=DEVICE))
+            assert error(got, x.double().cpu() @ truth.T) <= 1e-6, (value, activation_bits)
+            assert torch.equal(ops.linear(x[:1], packed, None, activation_bits), got[:1].to(dtype))
+    with pytest.raises(ValueError, match="at most 65536"):
+        ops.pack_linear([quantized(1, k + 128, bits, -1, "zero", torch.float32)[0]], DEVICE)
+
+
+def test_infinite_and_nan_rows_stay_alone() -> None:
+    packed = ops.pack_linear([quantized(48, 512, 4, 128, "zero", torch.float16)[0]], DEVICE)
+    x = activations(70, 512, torch.bfloat16)
+    want = ops.linear(x, packed)
+    x[11, 5], x[40, 9] = float("inf"), float("nan")
+    y = ops.linear(x, packed)
+    assert y[11].isnan().all()
+    assert y[40].isnan().all()
+    others = [i for i in range(70) if i not in (11, 40)]
+    assert torch.equal(y[others], want[others])
+
+
+def test_8_bits_need_bf16_rows() -> None:
+    packed = ops.pack_linear([quantized(16, 64, 4, -1, "zero", torch.float16)[0]], DEVICE)
+    with pytest.raises(ValueError, match="8-bit activations"):
+        ops.linear(activations(2, 64, torch.float32), packed, None, 8)
