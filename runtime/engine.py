@@ -5,7 +5,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -41,6 +41,8 @@ class LLM:
     dtype        activations. On the CPU the hidden state is always fp32, and dtype sets how the inputs of quantized
                  layers are rounded: "fp32" to 24-bit fixed point (as accurate as an fp32 dot product) with an fp32
                  cache, "bf16" to 16-bit, "auto" to 8-bit per group of K; both with a bf16 cache. On CUDA auto is bf16.
+    activations  bits that the inputs of quantized layers are rounded to instead, 8 or 16. None: on CUDA all 16 of bf16
+                 (with fp32 24, and no choice), on the CPU what dtype says
     threads      CPU threads, default the cores this process may use
     max_context  positions, default the model's limit (on CUDA at most 8,192)
     strict       make unknown keys of config.json an error
@@ -61,13 +63,14 @@ class LLM:
         threads: int | None = None,
         max_context: int | None = None,
         *,
+        activations: Literal[8, 16] | None = None,
         strict: bool = False,
         revision: str | None = None,
         graph: bool = True,
     ) -> None:
         begun = time.perf_counter()
         self.device = select_device(device)
-        self.dtype, self.kv_dtype, activation_bits = numeric_types(dtype, self.device)
+        self.dtype, self.kv_dtype, self.activations = numeric_types(dtype, self.device, activations)
         if threads is not None:
             use_threads(threads)
         checkpoint = open_checkpoint(model, revision)
@@ -86,7 +89,7 @@ class LLM:
             rope=rope_bytes(self.config, self.max_context),
             workspace=workspace_bytes(self.config, self.device),
         )
-        weights = CheckpointWeights(checkpoint, self.device, self.dtype, activation_bits)
+        weights = CheckpointWeights(checkpoint, self.device, self.dtype, self.activations)
         network = family(checkpoint.config).Model(weights, self.config, self.max_context)
         self._pool = RunnerPool(lambda: Runner(network, self.device, self.kv_dtype, self.max_context, graph))
         self.runner = self._pool.runners[0]
@@ -292,15 +295,27 @@ def select_device(name: str) -> torch.device:
     return torch.device("cuda" if works else "cpu")
 
 
-def numeric_types(name: str, device: torch.device) -> tuple[torch.dtype, torch.dtype, ActivationBits]:
-    """What a `dtype` option means on a device: activations, cache, and bits of the inputs of quantized layers."""
+def numeric_types(
+    name: str, device: torch.device, activations: Literal[8, 16] | None = None
+) -> tuple[torch.dtype, torch.dtype, ActivationBits]:
+    """What `dtype` and `activations` mean on a device: hidden state, cache, and bits of the inputs of quantized layers.
+
+    Raises RequestError for what is not supported.
+    """
     if name not in ("auto", "fp32", "bf16"):
         raise RequestError(f"dtype {name!r} is not supported; use auto, fp32 or bf16")
+    if activations is not None and (not isinstance(activations, int) or activations not in (8, 16)):
+        raise RequestError(f"activations is {activations!r}; supported: 8 or 16 bits, None for what dtype says")
     if name == "fp32":
-        return torch.float32, torch.float32, 24
+        if activations is not None and device.type == "cuda":
+            raise RequestError(
+                f"activations {activations} with dtype fp32 is not supported on CUDA, where inputs in fp32 have 24 "
+                "bits; use dtype bf16 (the default there), or leave activations out"
+            )
+        return torch.float32, torch.float32, activations or 24
     if device.type == "cuda":
-        return torch.bfloat16, torch.bfloat16, 16
-    return torch.float32, torch.bfloat16, 16 if name == "bf16" else 8
+        return torch.bfloat16, torch.bfloat16, activations or 16
+    return torch.float32, torch.bfloat16, activations or (16 if name == "bf16" else 8)
 
 
 __all__ = ["LLM", "GenerationOutput", "NibbleLMError", "SamplingParams", "StreamPiece", "Timings"]

@@ -5,7 +5,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nibblelm.cli.options import positive
+from nibblelm.cli.options import add_activations_argument, positive
 
 if TYPE_CHECKING:
     from nibblelm.benchmark import Load
@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=int, choices=(-1, 32, 64, 128), default=-1, help="of --shape; -1 per row")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
+    add_activations_argument(parser)
     parser.add_argument("--threads", type=positive, metavar="N")
     loads = parser.add_argument_group("load", "several values measure several loads of one model; short lists repeat")
     for flag, default, text in (
@@ -108,6 +109,8 @@ def _measured(
         "shape": facts["shape"],
         "device": torch.cuda.get_device_name() if runner.device.type == "cuda" else "cpu",
         "dtype": args.dtype,
+        "activations": facts["activations"],
+        "kv": {torch.bfloat16: "bf16", torch.float32: "fp32"}[runner.kv_dtype],
         "bits": facts["bits"],
         "group_size": facts["group_size"],
         "batch": load.batch,
@@ -129,9 +132,10 @@ def _measured(
 def _from_model(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:
     from nibblelm.engine import LLM
 
-    llm = LLM(args.model, args.device, args.dtype, args.threads, context, graph=args.graph)
+    options = {"activations": args.activations, "graph": args.graph}
+    llm = LLM(args.model, args.device, args.dtype, args.threads, context, **options)
     facts = {"bits": None, "group_size": None, "weight_bytes": llm.weight_bytes, "load_s": llm.load_s}
-    return llm.runner, facts | {"shape": llm.folder.name}
+    return llm.runner, facts | {"shape": llm.folder.name, "activations": llm.activations}
 
 
 def _from_shape(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:
@@ -152,11 +156,15 @@ def _from_shape(args: argparse.Namespace, context: int) -> tuple["Runner", dict[
         raise RequestError(f"{context} positions are asked for; {args.shape} has {config.max_positions}")
     print(f"making random weights of {args.shape} ...", file=sys.stderr)
     begun = time.perf_counter()
-    dtype, kv_dtype, activation_bits = numeric_types(args.dtype, device)
+    dtype, kv_dtype, activation_bits = numeric_types(args.dtype, device, args.activations)
     weights = RandomWeights(device, dtype, activation_bits, args.bits, args.group_size)
     runner = Runner(module.Model(weights, config, context), device, kv_dtype, context, args.graph)
     facts = {"bits": args.bits, "group_size": args.group_size, "weight_bytes": weights.streamed_bytes}
-    return runner, facts | {"shape": args.shape, "load_s": time.perf_counter() - begun}
+    return runner, facts | {
+        "shape": args.shape,
+        "activations": activation_bits,
+        "load_s": time.perf_counter() - begun,
+    }
 
 
 def _table(row: dict[str, Any]) -> str:
@@ -164,7 +172,8 @@ def _table(row: dict[str, Any]) -> str:
     percent = 100 * row["achieved_gb_s"] / row["peak_gb_s"]
     return "\n".join(
         [
-            f"{row['shape']} on {row['device']}, {row['dtype']}, batch {row['batch']}, depth {row['depth']}",
+            f"{row['shape']} on {row['device']}, {row['dtype']}, activations {row['activations']} bits, "
+            f"batch {row['batch']}, depth {row['depth']}",
             f"prefill {row['prompt_tokens']:>6}   {prefill['mean']:10.1f} ± {prefill['std']:.1f} tok/s",
             f"decode  {row['generated_tokens']:>6}   {decode['mean']:10.1f} ± {decode['std']:.1f} tok/s",
             f"memory traffic   {row['achieved_gb_s']:.1f} of {row['peak_gb_s']:.1f} GB/s ({percent:.0f} %), "

@@ -60,6 +60,11 @@ def _record_lines(record: dict[str, Any]) -> list[str]:
     for text, figures in record.get("evaluations", {}).items():
         against = f", KL {figures['kl_mean']:.3g} to {figures['against']}" if figures.get("against") else ""
         lines.append(f"evaluated        {text}: perplexity {figures['ppl']:.4f} ± {figures['ppl_stderr']:.4f}{against}")
+    for text, figures in record.get("activation_rounding", {}).items():
+        lines.append(
+            f"activations      {text}: KL {figures['kl_mean']:.3g} of 8 bits to 16 ({figures['protocol']['device']}), "
+            f"same first {100 * figures['top1_agreement']:.2f} %"
+        )
     return lines
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,13 +113,40 @@ def test_command_on_text(data_dir, tmp_path, capsys):
     assert found["tokens"] == count
     assert found["against_ppl"] == pytest.approx(math.exp(loss / count), rel=1e-5)
     assert found["kl_mean"] == pytest.approx(divergence / count, rel=0.01)
-    assert found["protocol"] == dict(ctx=512, stride=511, bos=True, documents=6, device="cpu", dtype="fp32")
+    protocol = dict(ctx=512, stride=511, bos=True, documents=6, device="cpu", dtype="fp32")
+    assert found["protocol"] == protocol | dict(activations=24, against_activations=24)
     assert main(["info", "-m", str(tmp_path / "int8")]) == 0
     shown = capsys.readouterr().out
     assert "mse" in shown
     assert f"perplexity {found['ppl']:.4f}" in shown
     assert main([*command[:-2], "--against", str(source)]) == 0
     assert "KL divergence" in capsys.readouterr().out
+
+
+def test_what_8_bit_activations_cost(data_dir, tmp_path, capsys):
+    """A folder against itself: a tenth at most of what int4 weights cost, and recorded beside that."""
+    demo = Path(__file__).parents[2] / "demo" / "stories-7m"
+    stories = (data_dir / "text" / "tinystories_sample_2MiB.txt").read_text().split(SEPARATOR)[-21:]
+    (tmp_path / "text.txt").write_text(SEPARATOR.join(stories))
+    folder = str(tmp_path / "int4")
+    convert(demo, folder, bits=4, group_size=-1)
+    command = ["eval", folder, "--text", str(tmp_path / "text.txt"), "--separator", SEPARATOR, "--device", "cpu"]
+
+    def kl(*flags):
+        assert main([*command, *flags, "--record", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        return found["kl_mean"], (found["protocol"]["activations"], found["protocol"]["against_activations"])
+
+    rounding, bits = kl("--against", folder, "--activations", "8", "--dtype", "bf16")
+    assert bits == (8, 16)
+    weights, bits = kl("--against", str(demo), "--dtype", "fp32")
+    assert bits == (24, 24)
+    assert 0 < rounding <= weights / 10
+    assert main(["info", "-m", folder]) == 0
+    shown = capsys.readouterr().out
+    assert f"KL {rounding:.3g} of 8 bits to 16 (cpu)" in shown
+    assert f"KL {weights:.3g} to {demo}" in shown
+    assert kl("--against", folder, "--dtype", "fp32") == (0, (24, 24))
 
 
 def test_what_cannot_be_measured_is_refused(data_dir, tmp_path):
