@@ -45,15 +45,17 @@ nibblelm::DType dtype(const std::string& name) {
 }
 
 void bind_quantize(py::module_& m) {
-  m.def("quantize_rows", [](uintptr_t weights, const std::string& dtype, int64_t rows, int64_t cols, int bits,
-                            int64_t group, bool symmetric, bool search, uintptr_t codes, uintptr_t scales,
-                            uintptr_t zeros, uintptr_t squared_error, uintptr_t squared_norm, int threads) {
-    const nibblelm::QuantizeScheme scheme{bits, group, symmetric, search, float_type(dtype)};
-    const nibblelm::QuantizedRows out{pointer<uint32_t>(codes), pointer(scales), pointer<uint8_t>(zeros),
-                                      pointer<double>(squared_error), pointer<double>(squared_norm)};
-    const py::gil_scoped_release unlocked;
-    return nibblelm::quantize_rows(pointer(weights), rows, cols, scheme, out, threads);
-  });
+  m.def("quantize_rows",
+        [](uintptr_t weights, const std::string& weight_dtype, const std::string& scale_dtype, int64_t rows,
+           int64_t cols, int bits, int64_t group, bool symmetric, bool search, uintptr_t codes, uintptr_t scales,
+           uintptr_t zeros, uintptr_t squared_error, uintptr_t squared_norm, int threads) {
+          const nibblelm::QuantizeScheme scheme{
+              bits, group, symmetric, search, float_type(weight_dtype), float_type(scale_dtype)};
+          const nibblelm::QuantizedRows out{pointer<uint32_t>(codes), pointer(scales), pointer<uint8_t>(zeros),
+                                            pointer<double>(squared_error), pointer<double>(squared_norm)};
+          const py::gil_scoped_release unlocked;
+          return nibblelm::quantize_rows(pointer(weights), rows, cols, scheme, out, threads);
+        });
 }
 
 void bind_team(py::module_& m) {

@@ -41,8 +41,8 @@ class Model:
     def __init__(self, weights: Weights, config: DecoderConfig, positions: int) -> None:
         self.config = config
         self.embedding = Embedding(weights, "model.embed_tokens", config)
-        rope = Rope(config, positions, weights.device)
-        self.layers = [Layer(weights, config, rope, i) for i in range(config.layers)]
+        self.rope = Rope(config, positions, weights.device)
+        self.layers = [Layer(weights, config, self.rope, i) for i in range(config.layers)]
         self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps)
         self.head = Head(weights, config)
 

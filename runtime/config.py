@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nibblelm.checkpoint.json_object import listed
 from nibblelm.errors import ConfigError
 
 REQUIRED: Any = object()
@@ -52,6 +53,9 @@ class Key:
         return value
 
 
+MAX_POSITIONS = 1 << 24
+"""fp32, in which the angles of rotary embedding are computed, counts no further."""
+
 POSITIVE = Key(int, minimum=1)
 
 # Keys that change nothing in inference, or that other readers own (the quantization scheme, tokens, generation).
@@ -75,7 +79,7 @@ def read_keys(raw: Mapping[str, Any], keys: Mapping[str, Key], strict: bool = Fa
     values = {name: key.read(name, raw) for name, key in keys.items()}
     unknown = sorted(set(raw) - set(keys) - _INERT - {"rope_parameters", "rope_scaling", "rope_theta"})
     if unknown:
-        message = f"config.json has keys unknown to model_type {raw.get('model_type')!r}: {', '.join(unknown)}"
+        message = f"config.json has keys unknown to model_type {raw.get('model_type')!r}: {listed(unknown, 20)}"
         if strict:
             raise ConfigError(message + "; run without --strict to ignore them")
         warnings.warn(message + " (ignored)", stacklevel=2)
@@ -217,6 +221,11 @@ def decoder_config(raw: Mapping[str, Any], values: Mapping[str, Any], **features
         head_dim = hidden // heads
     if layers > 4096:
         raise ConfigError(f"config.json: num_hidden_layers {layers} is more than the supported 4096")
+    if values["max_position_embeddings"] > MAX_POSITIONS:
+        raise ConfigError(
+            f"config.json: max_position_embeddings {values['max_position_embeddings']} is more than the supported "
+            f"{MAX_POSITIONS}; set it to the context the model was trained for"
+        )
     if heads % kv_heads:
         raise ConfigError(
             f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"

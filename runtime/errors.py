@@ -1,8 +1,19 @@
 """Typed errors. Each message says what was got, what is supported and what to do."""
 
+_LONGEST = 2000
+
+
+def printable(text: str) -> str:
+    """`text` on one line, with what a terminal would obey (control characters, marks of direction) escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
 
 class NibbleLMError(Exception):
     """Base of every error this package raises on purpose; the CLI prints it as one line and exits with 1."""
+
+    def __str__(self) -> str:
+        text = printable(super().__str__())  # messages quote files of strangers
+        return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 class ConfigError(NibbleLMError):

@@ -1,10 +1,8 @@
 """Keys and values of past tokens: one (slots, kv heads, capacity, head_dim) buffer per layer for each."""
 
-import mmap
-from math import prod
-
 import torch
-from torch import Tensor
+
+from nibblelm.memory import reserved
 
 
 class KVCache:
@@ -26,19 +24,10 @@ class KVCache:
     ) -> None:
         shape = (slots, kv_heads, capacity, head_dim)
         self.slots, self.capacity = slots, capacity
-        self.keys = [_empty(shape, dtype, device) for _ in range(layers)]
-        self.values = [_empty(shape, dtype, device) for _ in range(layers)]
+        self.keys = [reserved(shape, dtype, device) for _ in range(layers)]
+        self.values = [reserved(shape, dtype, device) for _ in range(layers)]
 
 
 def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes that one position of one sequence takes in all layers."""
     return 2 * layers * kv_heads * head_dim * dtype.itemsize
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
-    count = prod(shape)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    reserved = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
-    return torch.frombuffer(reserved, dtype=dtype, count=count).view(shape)

@@ -9,9 +9,13 @@ from torch import Tensor
 from nibblelm import ops
 from nibblelm.config import DecoderConfig
 from nibblelm.kv_cache import KVCache
+from nibblelm.memory import reserved
 from nibblelm.ops.types import ActivationBits
 from nibblelm.rope_scaling import tables
 from nibblelm.weights import PlanWeights, TensorSpec, Weights
+
+_ROPE_BLOCK = 1024
+"""Positions whose rows are made together."""
 
 __all__ = [
     "Attention",
@@ -26,6 +30,7 @@ __all__ = [
     "Step",
     "TensorSpec",
     "Weights",
+    "rope_bytes",
     "run",
 ]
 
@@ -142,11 +147,32 @@ class RMSNorm:
 
 
 class Rope:
-    """The cos and sin tables that every layer shares, (positions, head_dim / 2) in fp32."""
+    """The cos and sin tables that every layer shares, (positions, head_dim / 2) in fp32.
+
+    On the CPU rows are computed when `reach` asks for them, at addresses that stay, so a long context limit costs
+    nothing until it is used; on CUDA all at once.
+    """
 
     def __init__(self, config: DecoderConfig, positions: int, device: torch.device) -> None:
-        cos, sin = tables(config.rope, config.head_dim, positions)
-        self.cos, self.sin = cos.to(device), sin.to(device)
+        self._config, self._made = config, 0
+        shape = (positions, config.head_dim // 2)
+        self.cos, self.sin = (reserved(shape, torch.float32, device) for _ in range(2))
+        if device.type != "cpu":
+            self.reach(positions)
+
+    def reach(self, positions: int) -> None:
+        """Make rows for at least that many positions, as far as there is room."""
+        wanted = min(-(-positions // _ROPE_BLOCK) * _ROPE_BLOCK, self.cos.shape[0])
+        while self._made < wanted:
+            rows = slice(self._made, min(self._made + _ROPE_BLOCK, wanted))
+            cos, sin = tables(self._config.rope, self._config.head_dim, rows.start, rows.stop)
+            self.cos[rows], self.sin[rows] = cos, sin
+            self._made = rows.stop
+
+
+def rope_bytes(config: DecoderConfig, positions: int) -> int:
+    """Bytes of the tables for that many positions."""
+    return 2 * positions * (config.head_dim // 2) * 4
 
 
 class Attention:

@@ -2,13 +2,14 @@
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Literal
 
 from nibblelm.errors import RequestError
 from nibblelm.sampler import Sampled, Sampler, SamplingParams
 from nibblelm.tokenizer import TextStream, Tokenizer
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Timings:
 class GenerationOutput:
     """One finished request. `token_ids` includes the token that stopped it; `text` does not.
 
-    finish_reason  "stop" (end token or stop string) or "length"; `limit` says which length: "max_tokens" or "context"
+    finish_reason  "stop" (end token or stop string), "length" (`limit` says which: "max_tokens" or "context") or, in a
+                   list of prompts, "error": `error` says why the request could not go on, text and ids stop before it
     logprobs       per token, from the raw logits, if asked for; prompt_logprobs likewise (None for the first token)
     """
 
@@ -47,6 +49,7 @@ class GenerationOutput:
     prompt_logprobs: list[Sampled | None] | None
     seed: int
     timings: Timings
+    error: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,12 @@ class StreamPiece:
     text: str
     token_id: int | None
     output: GenerationOutput | None = None
+
+
+def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raise RequestError where a token id is outside the vocabulary."""
+    if (bad := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
+        raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}")
 
 
 class Request:
@@ -73,24 +82,27 @@ class Request:
         room = context - len(ids)
         if room < 1:
             raise RequestError(f"the prompt has {len(ids)} tokens; the context of {context} leaves no room to generate")
-        if bad := next((i for i in ids if not 0 <= i < vocab_size), None):
-            raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+        check_ids(ids, vocab_size)
         wanted = 256 if params.max_tokens is None else room if params.max_tokens == -1 else params.max_tokens
         self.ids, self.params, self.most = ids, params, min(wanted, room)
         self.limit: Literal["max_tokens", "context"] = (
             "context" if room < wanted or params.max_tokens == -1 else "max_tokens"
         )
-        self.ends = set(params.stop_token_ids) | (set() if params.ignore_eos else end_ids)
+        self.ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else end_ids)
         self.sampler = Sampler(params, vocab_size, ids)
-        self.text = None if tokenizer is None else TextStream(tokenizer, params.stop)
+        self.text = None if tokenizer is None else TextStream(tokenizer, params.stop or ())
         self.sampled: list[Sampled] = []
         self.prompt_logprobs: list[Sampled | None] | None = None
         self.finish: FinishReason | None = None
+        self.error: str | None = None
         self.slot = self.start = 0
         self.begun = self.first = time.perf_counter()
 
-    def accept(self, chosen: Sampled) -> StreamPiece:
-        """Take the next token, and say what text it makes safe to show."""
+    def accept(self, chosen: Sampled | RequestError) -> StreamPiece:
+        """Take the next token, and say what text it makes safe to show. An error in its place ends the request."""
+        if isinstance(chosen, RequestError):
+            self.finish, self.error = "error", str(chosen)
+            return StreamPiece("" if self.text is None else self.text.flush(), None, self.output())
         self.sampled.append(chosen)
         text = ""
         if chosen.token_id in self.ends:
@@ -118,4 +130,5 @@ class Request:
             timings=Timings(
                 len(self.ids), len(self.ids) - self.start, self.first - self.begun, len(self.sampled), now - self.first
             ),
+            error=self.error,
         )

@@ -69,8 +69,8 @@ def _temperature(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def tables(rope: RopeConfig, width: int, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin (positions, width / 2), fp32."""
+def tables(rope: RopeConfig, width: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """cos and sin (last - first, width / 2) of the positions from `first` to before `last`, fp32."""
     frequencies, factor = inverse_frequencies(rope, width)
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
+    angles = torch.arange(first, last, dtype=torch.float32)[:, None] * frequencies[None, :]
     return angles.cos() * factor, angles.sin() * factor

@@ -11,7 +11,7 @@ from nibblelm import ops
 from nibblelm.config import DecoderConfig
 from nibblelm.errors import RequestError
 from nibblelm.kv_cache import KVCache, bytes_per_token
-from nibblelm.layers import Step
+from nibblelm.layers import Rope, Step
 from nibblelm.memory import require_memory
 from nibblelm.ops import SamplingState
 
@@ -29,6 +29,7 @@ class DecoderModel(Protocol):
     """What models/<type>.py exports as `Model`."""
 
     config: DecoderConfig
+    rope: Rope
 
     def forward(self, step: Step, rows: slice = ...) -> Tensor: ...
 
@@ -57,7 +58,7 @@ class _Eager:
 
 
 class Runner:
-    """A model with room for `slots` sequences of `capacity` positions.
+    """A model with room for sequences of `capacity` positions, as many as `reserve` was asked for.
 
     `history[slot]` holds the token ids whose keys and values are in the cache. graph=False runs the ops call by call,
     each as its own kernels, instead of replaying a captured program of fused ones.
@@ -73,27 +74,44 @@ class Runner:
             ops.backend(device).keep_freed_memory()
         self._steps: dict[tuple[int, bool], _DecodeStep] = {}
         self._states: dict[tuple[int, bool], SamplingState] = {}
-        self.reserve(1)
 
     def with_capacity(self, capacity: int) -> "Runner":
         """A runner of the same model with room for `capacity` positions; this one gives up its cache."""
-        self._steps.clear()
-        self._states.clear()
-        self.history, self.cache = [], None
+        self.release()
         return Runner(self.model, self.device, self.kv_dtype, capacity, self.graph)
 
-    def reserve(self, slots: int) -> None:
-        """Make room for at least `slots` sequences; a growth empties the cache."""
-        if slots <= len(self.history):
-            return
-        c = self.model.config
+    def release(self) -> None:
+        """Give up the cache and the programs that were captured on it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a step in flight still writes into what goes now
+        held, self.history, self.cache = self.cache is not None, [], None
         self._steps.clear()
-        self.history, self.cache = [[] for _ in range(slots)], None
+        self._states.clear()
+        if held and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # else torch keeps it, and the device does not count it as free
+
+    def reserve(self, slots: int) -> None:
+        """Make room for at least `slots` sequences; a growth empties the cache.
+
+        Raises DeviceError where the device's memory is too small, and leaves the runner without a cache.
+        """
+        if slots <= len(self.history):
+            return
+        self.release()
+        c = self.model.config
         size = slots * self.capacity * bytes_per_token(c.layers, c.kv_heads, c.head_dim, self.kv_dtype)
         require_memory(self.device, "Choose a smaller context or fewer prompts at a time.", cache=size)
         self.cache = KVCache(c.layers, slots, c.kv_heads, self.capacity, c.head_dim, self.kv_dtype, self.device)
+        self.history = [[] for _ in range(slots)]
+
+    def shared_prefix(self, ids: Sequence[int], slot: int = 0) -> int:
+        """How many leading ids the cache of `slot` holds; at least one of them is left to compute."""
+        shared = 0
+        for old, new in zip(self.history[slot] if self.history else (), ids[:-1], strict=False):
+            if old != new:
+                break
+            shared += 1
+        return shared
 
     def prefill(self, ids: Sequence[int], slot: int = 0, start: int = 0, every_row: bool = False) -> Tensor:
         """Run ids[start:] at positions start, start + 1 ... of `slot`, whose cache must already hold ids[:start].
@@ -104,6 +122,7 @@ class Runner:
             raise RequestError(
                 f"prefill of {len(ids)} tokens from {start}: the cache has room for 1 to {self.capacity}"
             )
+        self.model.rope.reach(len(ids))
         self.history[slot] = list(ids[:start])
         chunk, parts = PREFILL_CHUNK[self.device.type], []
         for first in range(start, len(ids), chunk):
@@ -119,6 +138,7 @@ class Runner:
     def decode(self, ids: Sequence[int], slots: Sequence[int]) -> Tensor:
         """Feed one token to each of M slots. Returns logits (M, vocab), fp32, valid until the next call."""
         positions = [len(self.history[slot]) for slot in slots]
+        self.model.rope.reach(max(positions) + 1)
         key = (len(ids), False)
         if key not in self._steps:
             rows = self._rows(ids, positions, slots)

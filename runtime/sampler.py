@@ -92,8 +92,8 @@ class SamplingParams:
     frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -110,13 +110,14 @@ class SamplingParams:
         _number(self, "seed", int, "0 to 2**64 - 1", lambda v: 0 <= v < 2**64)
         _number(self, "logprobs", int, "0 or more", lambda v: v >= 0)
         _number(self, "prompt_logprobs", int, "0 or more", lambda v: v >= 0)
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        stop_ids = self.stop_token_ids or ()
         _require(
             isinstance(stop, Sequence) and all(isinstance(text, str) and text for text in stop),
             "stop", self.stop, "a string or a list of strings, none of them empty",
         )  # fmt: skip
         _require(
-            isinstance(self.stop_token_ids, Sequence) and all(_is_id(i) for i in self.stop_token_ids),
+            isinstance(stop_ids, Sequence) and all(_is_id(i) for i in stop_ids),
             "stop_token_ids", self.stop_token_ids, "a list of token ids",
         )  # fmt: skip
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
@@ -126,7 +127,7 @@ class SamplingParams:
             "logit_bias", self.logit_bias, "a mapping from token ids to numbers below infinity",
         )  # fmt: skip
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
 
     def resolve(self, generation_config: Mapping[str, Any]) -> "SamplingParams":
         """These parameters with every None of a sampling parameter filled in (seed and logprobs stay).
@@ -231,7 +232,7 @@ class Sampler:
         token_id = int(x.argmax())  # the first of equals
         peak = float(x[token_id])
         if not math.isfinite(peak):
-            raise RequestError(f"the largest logit is {peak}: the model's output, or the logit bias, is not usable")
+            raise unusable_logits(peak)
         if self.params.temperature != 0:
             token_id = self._draw(x, peak)
         accepted = self.accept(token_id)
@@ -262,6 +263,11 @@ class Sampler:
         order = np.argsort(ids)
         sums = np.cumsum(weights.numpy()[order])
         return int(ids[order[np.searchsorted(sums, u * sums[-1], side="right")]])
+
+
+def unusable_logits(peak: float | str) -> RequestError:
+    """What ends a request whose largest logit, `peak`, is not finite."""
+    return RequestError(f"the largest logit is {peak}: the model's output, or the logit bias, is not usable")
 
 
 def device_sampling(samplers: Sequence[Sampler], vocab_size: int) -> SamplingState:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.checkpoint import Checkpoint
+from nibblelm.checkpoint.json_object import listed
 from nibblelm.errors import CheckpointError
 from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, Weight
 
@@ -196,12 +197,7 @@ def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec], tied: boo
         missing += sorted(names - present)
     unexpected = sorted(n for n in present - expected if not n.endswith("rotary_emb.inv_freq"))
     problems = [
-        f"{word}: {_listed(names)}" for word, names in (("missing", missing), ("unexpected", unexpected)) if names
+        f"{word}: {listed(names, 20)}" for word, names in (("missing", missing), ("unexpected", unexpected)) if names
     ]
     if problems:
         raise CheckpointError(f"{checkpoint.folder}: tensors do not match config.json; " + "; ".join(problems))
-
-
-def _listed(names: Sequence[str], most: int = 20) -> str:
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")

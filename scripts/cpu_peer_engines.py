@@ -308,7 +308,7 @@ def quiet_llama_cpp() -> Any:
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """A file of bf16 tensors by name: fp32 values of vectors, raw 16-bit words of matrices."""
+    """A file of bf16 or fp32 tensors by name: fp32 values of vectors, matrices as stored, bf16 as raw 16-bit words."""
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     size = int.from_bytes(data[:8], "little")
@@ -316,8 +316,11 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     header.pop("__metadata__", None)
     found = {}
     for name, entry in header.items():
-        assert entry["dtype"] == "BF16", f"{name} is {entry['dtype']}"
         begin, end = entry["data_offsets"]
+        if entry["dtype"] == "F32":
+            found[name] = np.frombuffer(data, np.float32, (end - begin) // 4, 8 + size + begin).reshape(entry["shape"])
+            continue
+        assert entry["dtype"] == "BF16", f"{name} is {entry['dtype']}"
         words = np.frombuffer(data, np.uint16, (end - begin) // 2, 8 + size + begin).reshape(entry["shape"])
         found[name] = words if words.ndim == 2 else (words.astype(np.uint32) << 16).view(np.float32)
     return found
@@ -372,22 +375,23 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
         count = {"q_proj": heads, "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
         if family == "llama" and count:
             value = source.reshape(count, 2, -1, source.shape[1]).swapaxes(1, 2).reshape(source.shape)
-        if value.ndim == 2:
+        if value.dtype == np.uint16:
             data = np.ascontiguousarray(value).view(np.uint8)
             writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType.BF16)
         else:
-            writer.add_tensor(gguf_name(name), value)
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(value))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def make_gguf(checkpoint: Path, folder: Path) -> None:
-    """The checkpoint in bf16, and in llama.cpp's default mixes by its own quantizer."""
+def make_gguf(checkpoint: Path, folder: Path, names: tuple[str, ...] = ("q4_0", "q8_0")) -> None:
+    """The checkpoint as it is (bf16.gguf), and in llama.cpp's default mixes by its own quantizer."""
     lib, source = quiet_llama_cpp(), folder / "bf16.gguf"
     write_gguf(checkpoint, source)
-    for name, file_type in (("q4_0", lib.LLAMA_FTYPE_MOSTLY_Q4_0), ("q8_0", lib.LLAMA_FTYPE_MOSTLY_Q8_0)):
+    for name in names:
+        file_type = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{name.upper()}")
         params = lib.llama_model_quantize_default_params()
         params.ftype = file_type
         if status := lib.llama_model_quantize(bytes(source), bytes(folder / f"{name}.gguf"), ctypes.byref(params)):

@@ -107,10 +107,34 @@ def loads(rows: Sequence[dict[str, Any]]) -> str:
     return table(["shape:layers", "weights", "load", "rate", "the bus"], cells)
 
 
+def quality(rows: Sequence[dict[str, Any]]) -> str:
+    """Loss by format and method: KL divergence from each checkpoint, and the demo model's other figures."""
+    kinds = dict.fromkeys((row["tool"], row["format"], row["method"]) for row in rows)
+    found = {(row["checkpoint"], row["tool"], row["format"], row["method"]): row for row in rows}
+    names = list(dict.fromkeys(row["checkpoint"] for row in rows))
+    cells = []
+    for kind in kinds:
+        demo = found["demo", *kind]
+        cells.append(
+            [
+                f"{kind[1]}" if kind[0] == "nibblelm" else " ".join(kind[:2]),
+                "" if kind[0] != "nibblelm" else kind[2],
+                f"{demo['linear_bits_per_weight']:.2f}",
+                f"{demo['ppl']:.3f}",
+                f"{100 * demo['top1_agreement']:.2f} %",
+                *(f"{found[name, *kind]['kl_mean']:.5f}" for name in names),
+            ]
+        )
+    first = next(row for row in rows if row["checkpoint"] == "demo")
+    header = ["format", "method", "bits", "perplexity", "same first token", *(f"KL, {name}" for name in names)]
+    return f"The source's perplexity is {first['source_ppl']:.3f}.\n\n" + table(header, cells)
+
+
 RECORDS: dict[str, Callable[[Any], str]] = {
     "cpu/peers.json": cpu,
     "cpu/footprint.json": footprint,
     "cpu/avx2.json": kernels,
+    "quality.json": quality,
     "h200/e2e.json": gpu,
     "h200/tests.json": checks,
     "h200/ops.json": limits,

@@ -84,6 +84,11 @@ checkpoints and the recipe, so expect slightly worse on other stories of this ki
 int4: round-to-nearest with zero-points in groups of 128, output table int8 per row. The best teacher alone: perplexity
 {teacher:.3f}.
 
+## Chat
+`chat_template.jinja` tells a story on request: "a dog who lost his ball", or "Tell me a story about a dog who lost his
+ball", starts one with "Once upon a time, there was a dog who lost his ball."; a text that starts with a capital letter
+is the story's own beginning. Every request is a new story.
+
 ## Limits
 Its sentences are grammatical and simple, its plots often inconsistent: it forgets who did what and repeats itself. The
 sampling defaults in generation_config.json were chosen by reading its stories.

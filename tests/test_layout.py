@@ -19,8 +19,10 @@ LAYERS = [
     ["quant"],
     ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
-    ["converter", "shapes", "runner", "sampler", "benchmark", "request", "engine"],
+    ["converter", "shapes", "runner", "runner_pool", "sampler", "benchmark", "request", "batch", "engine"],
+    ["evaluation"],
     ["cli"],
+    ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
@@ -89,3 +91,7 @@ def test_guard_against_the_folder_names() -> None:
         )
         assert result.returncode != 0
         assert "nibblelm" in result.stderr
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()

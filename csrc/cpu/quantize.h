@@ -13,7 +13,8 @@ struct QuantizeScheme {
   int64_t group;   // weights that share a scale: cols for one per row, else a multiple of 8
   bool symmetric;  // zero-point fixed at 2^(bits-1)
   bool search;     // search the clip for least squared error ("mse"); false takes minimum and maximum
-  FloatType type;  // of the weights and of the scales
+  FloatType weight_type;
+  FloatType scale_type;
 };
 
 struct QuantizedRows {

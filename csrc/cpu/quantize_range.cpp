@@ -139,10 +139,10 @@ NIBBLE_INLINE Choice range_choice(double low, double high, const QuantizeScheme&
   const int top = (1 << scheme.bits) - 1, middle = 1 << (scheme.bits - 1);
   Choice choice;
   if (scheme.symmetric) {
-    choice.scale = round_scale(larger(high / (top - middle), -low / middle), scheme.type);
+    choice.scale = round_scale(larger(high / (top - middle), -low / middle), scheme.scale_type);
     choice.zero = middle;
   } else {
-    choice.scale = round_scale((high - low) / top, scheme.type);
+    choice.scale = round_scale((high - low) / top, scheme.scale_type);
     choice.zero = static_cast<int>(
         smaller(larger((-low / choice.scale + kRoundWide) - kRoundWide, 0.0), static_cast<double>(top)));
   }
@@ -164,7 +164,7 @@ NIBBLE_INLINE Choice choose(const Group& group, const QuantizeScheme& scheme) {
 
   // Constant and ternary rows are exact with the magnitude itself as the scale.
   const int ternary = scheme.symmetric ? middle : group.low < 0.0 ? 1 : 0;
-  keep_better(best, {round_scale(largest, scheme.type), ternary}, group, top);
+  keep_better(best, {round_scale(largest, scheme.scale_type), ternary}, group, top);
 
   double clip = largest;
   for (int i = 0; i < kCoarse; ++i) {
@@ -178,7 +178,7 @@ NIBBLE_INLINE Choice choose(const Group& group, const QuantizeScheme& scheme) {
       double scale = centre.scale;
       for (int i = 0; i < kReach; ++i) scale /= ratio;
       for (int i = -kReach; i <= kReach; ++i, scale *= ratio) {
-        keep_better(best, {round_scale(scale, scheme.type), zero}, group, top);
+        keep_better(best, {round_scale(scale, scheme.scale_type), zero}, group, top);
       }
     }
   }
@@ -214,7 +214,7 @@ int64_t quantize_range(const QuantizeArgs& args, int64_t begin, int64_t end, flo
     double error = 0.0, norm = 0.0;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t first = g * scheme.group, count = min(scheme.group, cols - first);
-      if (!load_group(weights, row * cols + first, count, scheme.type, w)) return row;
+      if (!load_group(weights, row * cols + first, count, scheme.weight_type, w)) return row;
       const int64_t padded = (count + kStep - 1) / kStep * kStep;
       F32x8 low{}, high{};
       F64x8 squares{};
@@ -234,7 +234,7 @@ int64_t quantize_range(const QuantizeArgs& args, int64_t begin, int64_t end, flo
       }
       const Choice choice = choose(group, scheme);
       error += choice.error;
-      store_scale(out.scales, row * groups + g, choice.scale, scheme.type);
+      store_scale(out.scales, row * groups + g, choice.scale, scheme.scale_type);
       out.zeros[row * groups + g] = static_cast<uint8_t>(choice.zero);
       store_codes(w, count, choice, scheme.bits, out.codes + row * words + first / per_word);
     }

@@ -22,6 +22,8 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kSpin{std::chrono::microseconds(100)};      // before a worker goes to sleep
 constexpr auto kAwakeSpin{std::chrono::milliseconds(20)};  // the same while a program runs
+constexpr auto kTaken{std::chrono::microseconds(50)};      // a longer yield: another thread had the core meanwhile
+constexpr auto kSitOut{std::chrono::milliseconds(2)};      // how long a worker then leaves its share to the others
 constexpr int kPiecesPerThread{16};                        // pieces of a long loop: cores differ in speed
 
 void relax() {
@@ -68,7 +70,7 @@ class Team {
     gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
     for (int spins = 0; (gate_.load(std::memory_order_acquire) & kJoined) != 0; ++spins) {
       relax();
-      if (spins > 2000) sched_yield();  // a worker lost its core in the middle of a piece
+      if (spins > 500) sched_yield();  // a worker lost its core in the middle of a piece
     }
   }
 
@@ -120,7 +122,16 @@ class Team {
       if ((gate & ~kLow) != done) return gate;
       relax();
       if (spins % 64 != 63) continue;
-      if (Clock::now() - start < (awake.load(std::memory_order_relaxed) > 0 ? kAwakeSpin : kSpin)) continue;
+      const auto now = Clock::now();
+      sched_yield();
+      // Spinning on a core that others want takes it from their work, perhaps from the very thread waited for; and
+      // waking up for every loop costs both more than the loop is worth.
+      if (Clock::now() - now > kTaken) {
+        std::this_thread::sleep_for(kSitOut);
+        start = Clock::now();
+        continue;
+      }
+      if (now - start < (awake.load(std::memory_order_relaxed) > 0 ? kAwakeSpin : kSpin)) continue;
       std::unique_lock lock(sleep_mutex_);
       sleepers_.fetch_add(1);
       woken_.wait(lock, [&] { return (gate_.load() & ~kLow) != done; });
@@ -258,7 +269,7 @@ std::unique_lock<std::recursive_mutex> lock_team() { return std::unique_lock(sta
 void set_threads(int count) {
   const auto lock = lock_team();
   State& s = state();
-  s.wanted = count;
+  s.wanted = std::min(count, usable_cores());  // more would only wait for each other
   delete s.team;
   s.team = nullptr;
 }

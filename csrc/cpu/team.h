@@ -10,7 +10,7 @@ namespace nibblelm {
 // Number of threads by default: the cores this process may run on, within its cgroup's CPU quota.
 int usable_cores();
 
-void set_threads(int count);  // 0 restores the default; waits for running ops
+void set_threads(int count);  // at most usable_cores(); 0 restores the default; waits for running ops
 int threads();
 
 // One op at a time runs on the team; every op holds this for its whole length. Recursive, so that a recorded

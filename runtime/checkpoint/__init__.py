@@ -1,6 +1,6 @@
 """Reading checkpoint folders: safetensors by mmap, sharded or not, full or compressed-tensors pack-quantized."""
 
-from nibblelm.checkpoint.folder import Checkpoint, open_checkpoint
+from nibblelm.checkpoint.folder import Checkpoint, file_in, open_checkpoint
 from nibblelm.checkpoint.hub import resolve
 from nibblelm.checkpoint.quantization import Quantization, Scheme, quantization_config
 from nibblelm.checkpoint.safetensors_file import SafetensorsFile, TensorInfo
@@ -11,6 +11,7 @@ __all__ = [
     "SafetensorsFile",
     "Scheme",
     "TensorInfo",
+    "file_in",
     "open_checkpoint",
     "quantization_config",
     "resolve",

@@ -24,6 +24,29 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> "Checkpo
     return Checkpoint(resolve(source, revision))
 
 
+def file_in(folder: Path, name: str) -> Path | None:
+    """The path of a file of a checkpoint folder, None when it does not exist.
+
+    Raises CheckpointError for a name with a folder in it and for a link that leads out of the folder. The links
+    of a hub cache (snapshots/<revision>/<name> to blobs/<hash> of the same model) are within bounds.
+    """
+    # A file name must not mean another folder on any system: "C:x" and "a\\b" do on Windows.
+    if name in ("", "..") or not Path(name).name == PureWindowsPath(name).name == name or "\0" in name:
+        raise CheckpointError(f"{folder}: {shown(name)} is not a bare file name")
+    path = folder / name
+    try:
+        if not path.is_symlink():
+            return path if path.exists() else None
+        home, target = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError, UnicodeError) as cause:  # a loop of links, a name that no file can have
+        raise CheckpointError(f"{folder}: cannot look up {shown(name)}: {cause}") from cause
+    cache = home.parent.parent
+    in_cache = home.parent.name == "snapshots" and (cache / "blobs").is_dir() and target.is_relative_to(cache)
+    if not (target.is_relative_to(home) or in_cache):
+        raise CheckpointError(f"{path} is a link that leads out of the folder, to {target}; copy the file instead")
+    return path if target.exists() else None
+
+
 class Checkpoint:
     """Tensors of one model by name, out of one safetensors file or the shards of an index.
 
@@ -48,26 +71,8 @@ class Checkpoint:
             raise CheckpointError(_no_weights(self.folder))
 
     def file(self, name: str) -> Path | None:
-        """The path of a file of this folder, None when it does not exist.
-
-        Raises CheckpointError for a name with a folder in it and for a link that leads out of the folder. The links
-        of a hub cache (snapshots/<revision>/<name> to blobs/<hash> of the same model) are within bounds.
-        """
-        # A file name must not mean another folder on any system: "C:x" and "a\\b" do on Windows.
-        if name in ("", "..") or not Path(name).name == PureWindowsPath(name).name == name or "\0" in name:
-            raise CheckpointError(f"{self.folder}: {shown(name)} is not a bare file name")
-        path = self.folder / name
-        try:
-            if not path.is_symlink():
-                return path if path.exists() else None
-            folder, target = self.folder.resolve(), path.resolve()
-        except (OSError, RuntimeError, UnicodeError) as cause:  # a loop of links, a name that no file can have
-            raise CheckpointError(f"{self.folder}: cannot look up {shown(name)}: {cause}") from cause
-        cache = folder.parent.parent
-        in_cache = folder.parent.name == "snapshots" and (cache / "blobs").is_dir() and target.is_relative_to(cache)
-        if not (target.is_relative_to(folder) or in_cache):
-            raise CheckpointError(f"{path} is a link that leads out of the folder, to {target}; copy the file instead")
-        return path if target.exists() else None
+        """The path of a file of this folder by the rules of `file_in`."""
+        return file_in(self.folder, name)
 
     @cached_property
     def _home(self) -> dict[str, SafetensorsFile]:

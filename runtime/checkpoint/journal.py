@@ -74,7 +74,7 @@ def _lock(file: BinaryIO, folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as cause:
-        raise ConvertError(f"another conversion is writing {folder}; wait for it or stop it") from cause
+        raise ConvertError(f"another conversion is running and writing {folder}; wait for it or stop it") from cause
 
 
 def refuse_if_locked(folder: Path) -> None:

@@ -200,9 +200,9 @@ def _parse_weights(where: str, weights: Any) -> Scheme:
         strategy = "channel" if group_size == -1 else "group"
     if strategy == "channel" and group_size in (None, -1):
         return Scheme(bits, -1, symmetric)
-    if strategy == "group" and group_size is not None and group_size > 0:
+    if strategy == "group" and group_size is not None and group_size > 0 and group_size % 8 == 0:
         return Scheme(bits, group_size, symmetric)
     raise ConfigError(
         f"{where}: strategy {shown(strategy)} with group_size {shown(group_size)} is not supported; "
-        "'channel' (per row) and 'group' with a positive size are"
+        "'channel' (per row) and 'group' with a multiple of 8 are"
     )

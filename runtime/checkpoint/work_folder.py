@@ -24,6 +24,7 @@ class WorkFolder:
         _check_destination(self._destination, Path(os.path.realpath(source)), overwrite)
         self.path = self._destination.with_name(f".{self._destination.name}.partial")
         self._replaced = self._destination.with_name(f".{self._destination.name}.replaced")
+        journal.refuse_if_locked(self.path)  # before any advice that would only hold once the other has ended
         finished = len(journal.parse_lines(self.path / journal.NAME)[0]) > 1
         if finished and not resume and not overwrite:
             raise ConvertError(
@@ -32,7 +33,6 @@ class WorkFolder:
             )
         with typed_write_errors(self.path):
             if self.path.exists() and not (resume and finished):
-                journal.refuse_if_locked(self.path)
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
         held = sum(entry.stat().st_blocks * 512 for entry in os.scandir(self.path))

@@ -5,6 +5,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from nibblelm.cli.options import add_activations_argument, positive
+
 if TYPE_CHECKING:
     from nibblelm.benchmark import Load
     from nibblelm.runner import Runner
@@ -21,11 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=int, choices=(-1, 32, 64, 128), default=-1, help="of --shape; -1 per row")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
-    parser.add_argument("--threads", type=int, metavar="N")
+    add_activations_argument(parser)
+    parser.add_argument("--threads", type=positive, metavar="N")
     loads = parser.add_argument_group("load", "several values measure several loads of one model; short lists repeat")
     for flag, default, text in (
-        ("--prompt-tokens", 512, ""),
-        ("--gen-tokens", 128, ""),
+        ("--prompt-tokens", None, "512, or what the context has room for"),
+        ("--gen-tokens", None, "128, or what the context has room for"),
         ("--batch", 1, "sequences"),
         ("--depth", 0, "tokens in the cache before the prompt"),
     ):
@@ -36,11 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from nibblelm.benchmark import Load, read_bandwidth
+    from nibblelm.benchmark import read_bandwidth
     from nibblelm.errors import RequestError
 
-    lists = (args.prompt_tokens, args.gen_tokens, args.batch, args.depth)
-    loads = [Load(*(v[min(i, len(v) - 1)] for v in lists)) for i in range(max(map(len, lists)))]
+    loads = _loads(args, _context_limit(args))
     for load in loads:
         if min(load.prompt_tokens, load.generated_tokens, load.batch) < 1 or load.depth < 0:
             raise RequestError("--prompt-tokens, --gen-tokens and --batch must be at least 1, --depth at least 0")
@@ -52,6 +54,40 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(row) if args.json else _table(row), flush=True)
         del runner
     return 0
+
+
+def _loads(args: argparse.Namespace, limit: int) -> "list[Load]":
+    """The loads that the flags ask for; tokens that were not asked for fit into `limit` positions."""
+    from nibblelm.benchmark import Load
+
+    lists = (args.prompt_tokens, args.gen_tokens, args.batch, args.depth)
+    loads: list[Load] = []
+    for i in range(max(map(len, lists))):
+        prompt, generated, batch, depth = (v[min(i, len(v) - 1)] for v in lists)
+        room = limit - depth
+        if generated is None:
+            generated = max(1, min(128, room // 4 if prompt is None else room - prompt))
+        if prompt is None:
+            prompt = max(1, min(512, room - generated))
+        loads.append(Load(prompt, generated, batch, depth))
+    return loads
+
+
+def _context_limit(args: argparse.Namespace) -> int:
+    from nibblelm.checkpoint import open_checkpoint
+    from nibblelm.models import family
+
+    raw = _shape(args.shape) if args.shape else open_checkpoint(args.model).config
+    return family(raw).read_config(raw).max_positions
+
+
+def _shape(name: str) -> dict[str, Any]:
+    from nibblelm.errors import RequestError
+    from nibblelm.shapes import SHAPES
+
+    if name not in SHAPES:
+        raise RequestError(f"shape {name!r} is not known; known: {sorted(SHAPES)}")
+    return SHAPES[name]
 
 
 def _measured(
@@ -73,6 +109,8 @@ def _measured(
         "shape": facts["shape"],
         "device": torch.cuda.get_device_name() if runner.device.type == "cuda" else "cpu",
         "dtype": args.dtype,
+        "activations": facts["activations"],
+        "kv": {torch.bfloat16: "bf16", torch.float32: "fp32"}[runner.kv_dtype],
         "bits": facts["bits"],
         "group_size": facts["group_size"],
         "batch": load.batch,
@@ -94,38 +132,39 @@ def _measured(
 def _from_model(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:
     from nibblelm.engine import LLM
 
-    llm = LLM(args.model, args.device, args.dtype, args.threads, context, graph=args.graph)
+    options = {"activations": args.activations, "graph": args.graph}
+    llm = LLM(args.model, args.device, args.dtype, args.threads, context, **options)
     facts = {"bits": None, "group_size": None, "weight_bytes": llm.weight_bytes, "load_s": llm.load_s}
-    return llm.runner, facts | {"shape": llm.folder.name}
+    return llm.runner, facts | {"shape": llm.folder.name, "activations": llm.activations}
 
 
 def _from_shape(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:
     import time
 
-    from nibblelm import ops
-    from nibblelm.engine import numeric_types, select_device
+    from nibblelm.engine import numeric_types, select_device, use_threads
     from nibblelm.errors import RequestError
     from nibblelm.models import family
     from nibblelm.random_weights import RandomWeights
     from nibblelm.runner import Runner
-    from nibblelm.shapes import SHAPES
 
-    if args.shape not in SHAPES:
-        raise RequestError(f"shape {args.shape!r} is not known; known: {sorted(SHAPES)}")
     if args.threads is not None:
-        ops.set_threads(args.threads)
-    raw, device = SHAPES[args.shape], select_device(args.device)
+        use_threads(args.threads)
+    raw, device = _shape(args.shape), select_device(args.device)
     module = family(raw)
     config = module.read_config(raw)
     if context > config.max_positions:
         raise RequestError(f"{context} positions are asked for; {args.shape} has {config.max_positions}")
     print(f"making random weights of {args.shape} ...", file=sys.stderr)
     begun = time.perf_counter()
-    dtype, kv_dtype, activation_bits = numeric_types(args.dtype, device)
+    dtype, kv_dtype, activation_bits = numeric_types(args.dtype, device, args.activations)
     weights = RandomWeights(device, dtype, activation_bits, args.bits, args.group_size)
     runner = Runner(module.Model(weights, config, context), device, kv_dtype, context, args.graph)
     facts = {"bits": args.bits, "group_size": args.group_size, "weight_bytes": weights.streamed_bytes}
-    return runner, facts | {"shape": args.shape, "load_s": time.perf_counter() - begun}
+    return runner, facts | {
+        "shape": args.shape,
+        "activations": activation_bits,
+        "load_s": time.perf_counter() - begun,
+    }
 
 
 def _table(row: dict[str, Any]) -> str:
@@ -133,7 +172,8 @@ def _table(row: dict[str, Any]) -> str:
     percent = 100 * row["achieved_gb_s"] / row["peak_gb_s"]
     return "\n".join(
         [
-            f"{row['shape']} on {row['device']}, {row['dtype']}, batch {row['batch']}, depth {row['depth']}",
+            f"{row['shape']} on {row['device']}, {row['dtype']}, activations {row['activations']} bits, "
+            f"batch {row['batch']}, depth {row['depth']}",
             f"prefill {row['prompt_tokens']:>6}   {prefill['mean']:10.1f} ± {prefill['std']:.1f} tok/s",
             f"decode  {row['generated_tokens']:>6}   {decode['mean']:10.1f} ± {decode['std']:.1f} tok/s",
             f"memory traffic   {row['achieved_gb_s']:.1f} of {row['peak_gb_s']:.1f} GB/s ({percent:.0f} %), "

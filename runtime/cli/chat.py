@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 from nibblelm.cli.options import add_model_arguments, add_sampling_arguments, load_model, print_footer, sampling_params
@@ -20,24 +21,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from nibblelm.errors import NibbleLMError, RequestError
+
+    if sys.stdin is None:
+        raise RequestError("chat reads standard input, which is closed")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # a line that is not UTF-8 is refused as one that has no tokens
     llm = load_model(args)
     if llm.tokenizer is None or llm.tokenizer.chat_template is None:
-        from nibblelm.errors import RequestError
-
         raise RequestError("this model has no chat template; use nibblelm generate")
     params = sampling_params(args)
     opening: list[dict[str, Any]] = [] if args.system is None else [{"role": "system", "content": args.system}]
-    messages = list(opening)
+    turns: list[dict[str, Any]] = []
     if sys.stdin.isatty():
         import readline  # noqa: F401  (line editing and history for input())
     print("/reset forgets the conversation, /exit leaves", file=sys.stderr)
     while (line := _read()) is not None and line.strip() != "/exit":
         if line.strip() == "/reset":
-            messages = list(opening)
+            turns = []
         elif line.strip():
-            messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
+            try:
+                asked = _fitted(llm, opening, [*turns, {"role": "user", "content": line}], params)
+                turns = [*asked, {"role": "assistant", "content": _answer(llm, opening + asked, params)}]
+            except NibbleLMError as error:  # this turn's alone
+                print(f"nibblelm: error: {error}", file=sys.stderr)
     return 0
+
+
+def _fitted(
+    llm: "LLM", opening: list[dict[str, Any]], turns: list[dict[str, Any]], params: "SamplingParams"
+) -> list[dict[str, Any]]:
+    """`turns` without the oldest ones, until there is room for an answer, or for a quarter of the context."""
+    wanted = llm.max_context if params.max_tokens in (None, -1) else params.max_tokens
+    room, before = min(wanted, llm.max_context // 4), len(turns)
+    while len(turns) > 1 and llm.max_context - len(llm.encode_chat(opening + turns)) < room:
+        turns = turns[2:]  # a question and its answer
+    if dropped := (before - len(turns)) // 2:
+        print(f"(the context of {llm.max_context} tokens is full: forgot the oldest {dropped} turns)", file=sys.stderr)
+    return turns
 
 
 def _read() -> str | None:

@@ -5,7 +5,10 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from nibblelm.cli.options import positive
 
 if TYPE_CHECKING:
     from nibblelm.converter import ConvertReport, Progress
@@ -28,10 +31,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--symmetric", action="store_true", help="no zero-points")
     parser.add_argument(
         "--method",
-        choices=("minmax", "mse"),
+        choices=("minmax", "mse", "gptq", "awq"),
         default="mse",
-        help="how scales are chosen: the whole range, or the clip of least squared error (default)",
+        help="how scales are chosen: the whole range, or the clip of least squared error (default); gptq and awq look "
+        "at the activations of a calibration text",
     )
+    parser.add_argument(
+        "--rotate", action="store_true", help="spread outliers by random rotations folded into the matrices"
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text for gptq and awq, documents separated by <|endoftext|> (default: bundled stories)",
+    )
+    parser.add_argument("--samples", type=positive, default=128, metavar="N", help="pieces of 512 tokens of it (128)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the samples and the rotation (0)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where gptq and awq compute")
     parser.add_argument(
         "--keep",
         action="append",
@@ -47,19 +63,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--embeddings", type=int, choices=(8, 4), help="quantize the embedding table (not for transformers)"
     )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "fp32", "bf16", "fp16"),
+        default="auto",
+        help="of what is not quantized and of scales (default: the source's; tables of an fp32 source in bf16)",
+    )
     parser.add_argument("--max-shard-size", default="4GB", metavar="SIZE", help="largest weight file (default 4GB)")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted conversion")
     parser.add_argument("--overwrite", action="store_true", help="replace a model folder at DST, once this one is done")
     parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
-    parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: the cores it may use)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: the cores it may use)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON object, no progress bar")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,6 +91,12 @@ def run(args: argparse.Namespace) -> int:
             keep=args.keep,
             keep_tied=args.keep_tied,
             embeddings=args.embeddings,
+            dtype=args.dtype,
+            rotate=args.rotate,
+            calibration=args.calibration,
+            samples=args.samples,
+            seed=args.seed,
+            device=args.device,
             max_shard_size=args.max_shard_size,
             resume=args.resume,
             overwrite=args.overwrite,

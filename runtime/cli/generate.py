@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - reads standard input")
-    source.add_argument("-f", "--file", metavar="PATH", help="read the prompt from a file")
+    source.add_argument("-f", "--file", metavar="PATH", help="read the prompt from a file (UTF-8)")
     parser.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
@@ -50,9 +50,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    if args.file is not None:
-        return Path(args.file).read_text(encoding="utf-8")
-    return sys.stdin.read() if args.prompt == "-" else args.prompt
+    """The prompt. Of a file or standard input every byte counts, but for one line end at the very end: editors and
+    `echo` add it, and a model goes on differently after it."""
+    from nibblelm.errors import RequestError
+
+    if args.prompt not in (None, "-"):
+        return args.prompt
+    if args.file is None and sys.stdin is None:
+        raise RequestError("-p - reads standard input, which is closed; give -p TEXT or -f FILE")
+    data = sys.stdin.buffer.read() if args.file is None else Path(args.file).read_bytes()
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        where = f"{args.file or 'standard input'}, byte {error.start}"
+        raise RequestError(f"{where}: {data[error.start]:#04x} is not UTF-8; convert the text to UTF-8") from error
+    return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
 
 
 def _messages(llm: "LLM", prompt: str, args: argparse.Namespace) -> list[dict[str, Any]] | None:

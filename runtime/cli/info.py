@@ -33,7 +33,39 @@ def run(args: argparse.Namespace) -> int:
     )
     if facts["unfused"]:
         print(f"not fused        {', '.join(facts['unfused'])}: their parts differ in scheme and run apart")
+    try:
+        for line in _record_lines(facts["record"]):
+            print(line)
+    except (AttributeError, KeyError, TypeError, ValueError):  # it is only a record: nothing else depends on it
+        print("nibblelm.json    is not as nibblelm convert writes it")
     return 0
+
+
+def _record_lines(record: dict[str, Any]) -> list[str]:
+    """What nibblelm.json says of the conversion and of its evaluations."""
+    if not record:
+        return []
+    options = record.get("options", {})
+    made = [f"method {record.get('method')}", *(["rotated"] if options.get("rotate") else [])]
+    if calibration := record.get("calibration"):
+        made.append("calibrated on {samples} x {length} tokens of {file}, seed {seed}".format(**calibration))
+    lines = [f"converted        {', '.join(made)}"]
+    errors = {name: tensor["relative_error"] for name, tensor in record.get("tensors", {}).items()}
+    if errors:
+        worst = max(errors, key=errors.__getitem__)
+        mean = sum(errors.values()) / len(errors)
+        lines.append(
+            f"weight error     {mean:.4f} of the weights' norm on average, most {errors[worst]:.4f} in {worst}"
+        )
+    for text, figures in record.get("evaluations", {}).items():
+        against = f", KL {figures['kl_mean']:.3g} to {figures['against']}" if figures.get("against") else ""
+        lines.append(f"evaluated        {text}: perplexity {figures['ppl']:.4f} ± {figures['ppl_stderr']:.4f}{against}")
+    for text, figures in record.get("activation_rounding", {}).items():
+        lines.append(
+            f"activations      {text}: KL {figures['kl_mean']:.3g} of 8 bits to 16 ({figures['protocol']['device']}), "
+            f"same first {100 * figures['top1_agreement']:.2f} %"
+        )
+    return lines
 
 
 def describe(source: str, strict: bool = False) -> dict[str, Any]:
@@ -44,6 +76,8 @@ def describe(source: str, strict: bool = False) -> dict[str, Any]:
     import torch
 
     from nibblelm.checkpoint import open_checkpoint
+    from nibblelm.checkpoint.json_object import read_object
+    from nibblelm.errors import CheckpointError
     from nibblelm.kv_cache import bytes_per_token
     from nibblelm.models import family
     from nibblelm.weights import PlanWeights, check_tensors
@@ -64,6 +98,7 @@ def describe(source: str, strict: bool = False) -> dict[str, Any]:
         grouping = "per row" if found.group_size == -1 else f"groups of {found.group_size}"
         return f"int{found.bits}, {grouping}, {'symmetric' if found.symmetric else 'zero-point'}"
 
+    recorded = checkpoint.file("nibblelm.json")
     matrices = [spec for spec in plan.specs if spec.kind in ("linear", "head")]
     parameters = sum(prod(spec.shape) for spec in plan.specs)
     weight_bytes = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
@@ -84,4 +119,5 @@ def describe(source: str, strict: bool = False) -> dict[str, Any]:
         * bytes_per_token(config.layers, config.kv_heads, config.head_dim, torch.bfloat16),
         "schemes": dict(Counter(scheme(spec.module) for spec in matrices)),
         "unfused": [group[0] for group in plan.groups if len({scheme(name) for name in group}) > 1],
+        "record": read_object(recorded, CheckpointError) if recorded else {},
     }

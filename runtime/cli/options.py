@@ -20,10 +20,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="activations; on the CPU auto rounds inputs of quantized layers to 8 bits, bf16 to 16, fp32 to 24",
     )
-    parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads (default: the cores it may use)")
-    parser.add_argument("--ctx-size", type=_positive, metavar="N", help="context in tokens (default: the model's)")
+    add_activations_argument(parser)
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: the cores it may use)")
+    parser.add_argument("--ctx-size", type=positive, metavar="N", help="context in tokens (default: the model's)")
     parser.add_argument("--no-graph", dest="graph", action="store_false", help="run decode steps kernel by kernel")
     parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
+
+
+def add_activations_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--activations",
+        type=int,
+        choices=(8, 16),
+        help="bits that inputs of quantized layers are rounded to (default: as --dtype says; on CUDA 16 for bf16)",
+    )
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +75,8 @@ def load_model(args: argparse.Namespace) -> "LLM":
     """The model that the flags ask for."""
     from nibblelm.engine import LLM
 
-    llm = LLM(args.model, args.device, args.dtype, args.threads, args.ctx_size, strict=args.strict, graph=args.graph)
+    options = {"activations": args.activations, "strict": args.strict, "graph": args.graph}
+    llm = LLM(args.model, args.device, args.dtype, args.threads, args.ctx_size, **options)
     if llm.device.type == "cuda":
         cache = llm.kv_bytes_per_token * llm.max_context
         print(
@@ -90,7 +101,8 @@ def print_footer(output: "GenerationOutput") -> None:
     )
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """An argument that is 1 or more."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")

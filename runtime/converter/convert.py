@@ -2,14 +2,13 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
 from typing import Any, Literal
 
 import torch
@@ -20,15 +19,17 @@ from nibblelm.checkpoint.journal import Journal
 from nibblelm.checkpoint.work_folder import WorkFolder
 from nibblelm.checkpoint.writer import FolderWriter, OutputFile, plan_files, typed_write_errors, write_json
 from nibblelm.converter.plan import Unit, fallbacks, output_config, plan_units
+from nibblelm.converter.prepared import Prepared
 from nibblelm.converter.report import ConvertReport, build_record, build_report
+from nibblelm.converter.source import SourceHashes, blocks, check_finite
 from nibblelm.errors import ConvertError
 from nibblelm.models import family, tensor_plan
+from nibblelm.ops.types import QuantizedWeight
 from nibblelm.quant.affine import pack_zero_point
-from nibblelm.quant.rows import quantize_rows
+from nibblelm.quant.rows import QuantizedRows, quantize_rows
 from nibblelm.quant.schemes import Options
 from nibblelm.weights import check_tensors
 
-BLOCK_BYTES = 32 << 20
 RECORD = "nibblelm.json"
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".md")
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
@@ -49,6 +50,12 @@ def convert(
     keep: Sequence[str] = (),
     keep_tied: bool = False,
     embeddings: Literal[4, 8] | None = None,
+    dtype: str = "auto",
+    rotate: bool = False,
+    calibration: str | Path | None = None,
+    samples: int = 128,
+    seed: int = 0,
+    device: str = "auto",
     max_shard_size: int | str = "4GB",
     resume: bool = False,
     overwrite: bool = False,
@@ -61,43 +68,54 @@ def convert(
     bits, group_size  4 or 8; -1 (one scale per row), 32, 64 or 128. Default groups: 128 at 4 bits, -1 at 8.
                       A matrix whose K the group does not divide takes the largest of 128, 64, 32 that does, else -1
     symmetric         zero-point fixed in the middle instead of one per row or group
-    method            "mse" searches the clip of least squared error, "minmax" takes the whole range
+    method            "mse" searches the clip of least squared error, "minmax" takes the whole range. Calibrated on a
+                      text: "gptq" makes up for each rounding in the codes that follow, "awq" scales columns that see
+                      large inputs
     keep              "regex=bits" rules on module names, bits 4, 8 or 16; the last that matches wins
     keep_tied         keep one 16-bit table for embedding and head. Otherwise the head becomes int8 per row, and a
                       tied model gets a head of its own
     embeddings        4 or 8 also quantizes the embedding table, which transformers cannot open
+    dtype             "fp32", "bf16" or "fp16": convert as if the source were in it. "auto" leaves it as it is, except
+                      that embedding tables and kept matrices of an fp32 source are stored in bf16
+    rotate            fold random rotations of the residual stream and of the heads' values into the matrices
+    calibration       text file for gptq and awq, documents separated by <|endoftext|>; None is the bundled one
+    samples, seed     pieces of 512 tokens of it; the seed draws them, and the rotation
+    device            where calibrated methods compute: "cpu", "cuda", or "auto" (CUDA when it works)
     max_shard_size    bytes, or text such as "4GB" or "500MiB"
     resume            go on with what an interrupted conversion of the same source and options finished
     overwrite         replace a model folder at `dst`, once the new one is complete; start an unfinished one afresh
     strict            refuse unknown keys in config.json
-    threads           default: the cores this process may use. The result does not depend on it
+    threads           default: the cores this process may use. The result of minmax and mse does not depend on it
 
     `dst` appears in one step when everything is done. Raises ConvertError, ConfigError or CheckpointError; what is
     finished by then is kept for `resume`.
     """
     started = time.monotonic()
     rules = (keep,) if isinstance(keep, str) else tuple(keep)
-    options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings)
+    options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, dtype, rotate, samples, seed)
     shard_bytes = parse_size(max_shard_size)
     checkpoint = open_checkpoint(src)
+    companions = _companions(checkpoint)
     units = _plan(checkpoint, options, strict)
     files = plan_files([unit.outputs for unit in units], shard_bytes)
     notes = fallbacks(units, options)
     if embeddings is not None:
         warnings.warn("transformers cannot open a folder with a quantized embedding table", stacklevel=2)
-    fingerprint = _fingerprint(checkpoint, options, files)
+    source = Prepared(checkpoint, units, options, calibration, device)
+    fingerprint = _fingerprint(checkpoint, options, files) | source.fingerprint
     work = WorkFolder(Path(dst), checkpoint.folder, resume, overwrite, sum(file.nbytes for file in files))
     with work, Journal(work.path, fingerprint) as journal, FolderWriter(work.path, files) as writer:
-        hashes = _SourceHashes(checkpoint, units)
-        with hashes:
-            conversion = _Conversion(checkpoint, writer, journal, options.method, threads or _cores(), progress)
+        with SourceHashes(checkpoint) as hashes:
+            conversion = _Conversion(checkpoint, writer, journal, options, source, threads or _cores(), progress)
             errors = conversion.run(units)
-            source_files = hashes.wait()
+            source_files = hashes.files([*conversion.read, *source.read])
         report = build_report(checkpoint, Path(dst), options, units, files, errors, notes)
         writer.finish()
-        _copy_companions(checkpoint, work.path)
-        write_json(work.path / RECORD, build_record(report, options, source_files))
-        write_json(work.path / "config.json", output_config(checkpoint.config, units))
+        for path in companions:
+            with typed_write_errors(work.path / path.name):
+                shutil.copyfile(path, work.path / path.name)
+        write_json(work.path / RECORD, build_record(report, options, source.record, source_files))
+        write_json(work.path / "config.json", output_config(checkpoint.config, units, options))
         work.commit()
     return dataclasses.replace(report, seconds=time.monotonic() - started, reused_tensors=conversion.reused)
 
@@ -131,50 +149,19 @@ def _plan(checkpoint: Checkpoint, options: Options, strict: bool) -> list[Unit]:
 
 
 def _fingerprint(checkpoint: Checkpoint, options: Options, files: Sequence[OutputFile]) -> dict[str, Any]:
-    """Everything that decides the output's bytes; source contents by size and time of change."""
-    paths = {checkpoint.info(name).file for name in checkpoint.names()} | {checkpoint.folder / "config.json"}
+    """Everything that decides the output's bytes.
+
+    The weights stand here by size and time of change, which refuses most changes at once; `SourceHashes` finds all.
+    """
+    paths = {checkpoint.info(name).file for name in checkpoint.names()}
     stats = {path.name: path.stat() for path in sorted(paths)}
     return {
         "version": __version__,
         "options": dataclasses.asdict(options),
         "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        "config": hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode()).hexdigest(),
         "layout": hashlib.sha256(b"".join(file.header for file in files)).hexdigest(),
     }
-
-
-class _SourceHashes:
-    """SHA-256 of every source file, computed in a thread of its own beside the conversion."""
-
-    def __init__(self, checkpoint: Checkpoint, units: Sequence[Unit]) -> None:
-        self._paths = list(dict.fromkeys(checkpoint.info(unit.source).file for unit in units))
-        self._stop = Event()
-
-    def __enter__(self) -> "_SourceHashes":
-        self._pool = ThreadPoolExecutor(1)
-        self._found: list[Future[str]] = [self._pool.submit(self._hash, path) for path in self._paths]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._pool.shutdown(cancel_futures=True)
-
-    def _hash(self, path: Path) -> str:
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while not self._stop.is_set() and (piece := file.read(1 << 20)):
-                digest.update(piece)
-        return digest.hexdigest()
-
-    def wait(self) -> dict[str, dict[str, Any]]:
-        """File name -> {"bytes", "sha256"}."""
-        try:
-            sums = [future.result() for future in self._found]
-        except OSError as cause:
-            raise ConvertError(f"cannot read {cause.filename}: {cause.strerror or cause}") from cause
-        return {
-            path.name: {"bytes": path.stat().st_size, "sha256": sha256}
-            for path, sha256 in sorted(zip(self._paths, sums, strict=True))
-        }
 
 
 class _Conversion:
@@ -185,18 +172,21 @@ class _Conversion:
         checkpoint: Checkpoint,
         writer: FolderWriter,
         journal: Journal,
-        method: str,
+        options: Options,
+        source: Prepared,
         threads: int,
         progress: Progress | None,
     ) -> None:
         self._checkpoint, self._writer, self._journal = checkpoint, writer, journal
-        self._method, self._threads, self._progress = method, threads, progress
+        self._method, self._threads, self._progress = options.plain_method, threads, progress
+        self._source, self._made = source, source.maker(self._stored_weight)
         self._done = self._total = 0
         self.reused = 0
+        self.read: list[tuple[str, str]] = []  # source tensor and the SHA-256 of what was read of it, also before
 
     def run(self, units: Sequence[Unit]) -> dict[str, float]:
         """Convert what the journal does not have yet; returns the relative error per quantized module."""
-        self._total = sum(unit.parameters * unit.dtype.itemsize for unit in units)
+        self._total = sum(unit.parameters * unit.source_dtype.itemsize for unit in units)
         errors: dict[str, float] = {}
         for unit in units:
             record = self._journal.records.get(unit.spec.name)
@@ -206,12 +196,13 @@ class _Conversion:
             else:
                 record = self._convert(unit)
                 self._journal.add(unit.spec.name, record)
+            self.read.append((unit.source, record["source"]))
             if unit.scheme is not None:
                 errors[unit.spec.module] = record["relative_error"]
         return errors
 
     def _advance(self, unit: Unit, elements: int) -> None:
-        self._done += elements * unit.dtype.itemsize
+        self._done += elements * unit.source_dtype.itemsize
         if self._progress is not None:
             self._progress(self._done, self._total, unit.spec.name)
 
@@ -221,6 +212,19 @@ class _Conversion:
             for piece in self._writer.read(output):
                 digests[output.name].update(piece)
         return _combined(digests)
+
+    def _stored_weight(self, unit: Unit) -> QuantizedWeight:
+        """What an earlier run wrote for a finished matrix."""
+        parts = {
+            output.name.rpartition("_")[2]: torch.frombuffer(
+                bytearray(b"".join(self._writer.read(output))), dtype=output.dtype
+            ).view(output.shape)
+            for output in unit.outputs
+        }
+        scheme, (n, k) = unit.scheme, unit.spec.shape
+        assert scheme is not None
+        codes, scale, zero = parts["packed"], parts["scale"], parts.get("point")
+        return QuantizedWeight(codes, scale, zero, scheme.bits, scheme.group_size, (n, k))
 
     def _convert(self, unit: Unit) -> dict[str, Any]:
         digests = {output.name: hashlib.sha256() for output in unit.outputs}
@@ -232,48 +236,31 @@ class _Conversion:
             positions[name] += len(written)
 
         error = norm = 0.0
-        for block in self._blocks(unit):
-            if unit.scheme is None:
-                write(unit.spec.name, block)
-            else:
+        made = self._made(unit)
+        digest = hashlib.sha256()
+        for block in blocks(self._checkpoint, unit.source, digest, unit.dtype) if made is None else [made]:
+            if unit.scheme is not None:
                 squared = self._quantize(unit, block, write)
                 error, norm = error + squared[0], norm + squared[1]
-            self._advance(unit, block.numel())
-        if unit.scheme is None:
-            return {"sha256": _combined(digests)}
-        write(f"{unit.spec.name}_shape", torch.tensor(unit.spec.shape))
-        return {"sha256": _combined(digests), "relative_error": (error / norm) ** 0.5 if norm else 0.0}
-
-    def _blocks(self, unit: Unit) -> Any:
-        """The source tensor in blocks of whole rows, read into one buffer that the next block overwrites.
-
-        Plain reads rather than the memory map: an unreadable sector is then an error instead of a SIGBUS.
-        """
-        info = self._checkpoint.info(unit.source)
-        rows, cols = info.shape if len(info.shape) == 2 else (info.nbytes // info.dtype.itemsize, 1)
-        row_bytes = cols * info.dtype.itemsize
-        # Zero-points are packed eight (or four) rows to a word, so blocks hold multiples of eight rows.
-        step = max(BLOCK_BYTES // max(row_bytes, 1) // 8 * 8, 8)
-        buffer = bytearray(min(step, rows) * row_bytes)
-        try:
-            with info.file.open("rb", buffering=0) as file:
-                for row in range(0, rows, step):
-                    view = memoryview(buffer)[: min(step, rows - row) * row_bytes]
-                    file.seek(info.offset + row * row_bytes)
-                    _read_into(file, view, info.file)
-                    yield torch.frombuffer(view, dtype=info.dtype).view(-1, cols)
-        except OSError as cause:
-            raise ConvertError(f"cannot read {unit.source} from {info.file}: {cause.strerror or cause}") from cause
+            elif isinstance(block, torch.Tensor):
+                stored = block.to(unit.dtype)
+                if made is not None:
+                    check_finite(f"{unit.spec.name} in {unit.dtype}", 0, stored)
+                write(unit.spec.name, stored)
+            self._advance(unit, block.numel() if isinstance(block, torch.Tensor) else unit.parameters)
+        if unit.scheme is not None:
+            write(f"{unit.spec.name}_shape", torch.tensor(unit.spec.shape))
+        source = digest.hexdigest() if made is None else dict(self._source.read)[unit.source]
+        record = {"sha256": _combined(digests), "source": source}
+        return record if unit.scheme is None else {**record, "relative_error": (error / norm) ** 0.5 if norm else 0.0}
 
     def _quantize(
-        self, unit: Unit, block: torch.Tensor, write: Callable[[str, torch.Tensor], None]
+        self, unit: Unit, block: torch.Tensor | QuantizedRows, write: Callable[[str, torch.Tensor], None]
     ) -> tuple[float, float]:
         scheme, name = unit.scheme, unit.spec.name
         assert scheme is not None
-        try:
-            part = quantize_rows(block, scheme.bits, scheme.group_size, scheme.symmetric, self._method, self._threads)
-        except ConvertError as cause:
-            raise ConvertError(f"{unit.source}: {cause}") from cause
+        args = (scheme.bits, scheme.group_size, scheme.symmetric, self._method, self._threads, unit.dtype)
+        part = quantize_rows(block, *args) if isinstance(block, torch.Tensor) else block
         write(f"{name}_packed", part.codes)
         write(f"{name}_scale", part.scale)
         if not scheme.symmetric:
@@ -282,26 +269,14 @@ class _Conversion:
         return float(part.squared_error.numpy().sum()), float(part.squared_norm.numpy().sum())
 
 
-def _read_into(file: Any, view: memoryview, path: Path) -> None:
-    while len(view):
-        count = file.readinto(view)
-        if not count:
-            raise ConvertError(f"{path} ended early: it was changed or cut off while it was read")
-        view = view[count:]
-
-
 def _combined(digests: dict[str, Any]) -> str:
     return hashlib.sha256(b"".join(digest.digest() for digest in digests.values())).hexdigest()
 
 
-def _copy_companions(checkpoint: Checkpoint, folder: Path) -> None:
+def _companions(checkpoint: Checkpoint) -> list[Path]:
     """Tokenizer, generation and licence files; never code, and nothing that describes the source's weights."""
+    names = sorted(path.name for path in checkpoint.folder.iterdir())
+    wanted = [name for name in names if Path(name).suffix in _COPIED or name.upper().startswith(_LICENCES)]
     written = {"config.json", RECORD}
-    for path in sorted(checkpoint.folder.iterdir()):
-        wanted = path.suffix in _COPIED or path.name.upper().startswith(_LICENCES)
-        if not wanted or path.name in written or path.name.endswith(".index.json") or not path.is_file():
-            continue
-        source = checkpoint.file(path.name)
-        if source is not None:
-            with typed_write_errors(folder / path.name):
-                shutil.copyfile(source, folder / path.name)
+    found = [checkpoint.file(name) for name in wanted if name not in written and not name.endswith(".index.json")]
+    return [path for path in found if path is not None and path.is_file()]

@@ -10,7 +10,7 @@ from nibblelm.checkpoint import Checkpoint, Scheme, quantization_config
 from nibblelm.checkpoint.folder import FLOATS
 from nibblelm.checkpoint.writer import OutputTensor
 from nibblelm.errors import ConvertError
-from nibblelm.quant.schemes import KeepRules, Options
+from nibblelm.quant.schemes import DTYPES, KeepRules, Options
 from nibblelm.weights import TensorSpec
 
 HEAD = "lm_head.weight"
@@ -18,10 +18,14 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class Unit:
-    """One tensor of the source and what becomes of it. `scheme` None copies it as it is."""
+    """One tensor of the source and what becomes of it.
+
+    `scheme` None keeps every value, in `dtype`; scales are in `dtype` too.
+    """
 
     spec: TensorSpec
     source: str
+    source_dtype: torch.dtype
     dtype: torch.dtype
     scheme: Scheme | None
 
@@ -81,7 +85,7 @@ def _stays_tied(checkpoint: Checkpoint, options: Options, rules: KeepRules, tabl
         )
     if options.keep_tied:
         return True
-    return rules.bits("lm_head") == 16 and options.embeddings is None and not differs
+    return rules.bits("lm_head") == 16 and options.embeddings is None and not options.rotate and not differs
 
 
 def _same(checkpoint: Checkpoint, first: str, second: str) -> bool:
@@ -103,7 +107,9 @@ def _unit(
         raise ConvertError(f"{source} has shape {list(info.shape)}; config.json says {list(spec.shape)}")
     if spec.kind != "vector" and info.dtype not in FLOATS:
         raise ConvertError(f"{source} is {info.dtype}; fp32, bf16 and fp16 weights can be converted")
-    return Unit(spec, source, info.dtype, _scheme(spec, options, rules))
+    scheme = _scheme(spec, options, rules)
+    dtype = options.stored_dtype(info.dtype, matrix=scheme is None and spec.kind != "vector")
+    return Unit(spec, source, info.dtype, dtype, scheme)
 
 
 def _scheme(spec: TensorSpec, options: Options, rules: KeepRules) -> Scheme | None:
@@ -139,11 +145,14 @@ def fallbacks(units: Sequence[Unit], options: Options) -> list[str]:
     return lines
 
 
-def output_config(config: dict[str, Any], units: Sequence[Unit]) -> dict[str, Any]:
-    """The source's config.json with quantization_config, and untied where a head of its own is written."""
+def output_config(config: dict[str, Any], units: Sequence[Unit], options: Options) -> dict[str, Any]:
+    """The source's config.json with quantization_config, the dtype asked for, and untied where a head is written."""
     schemes = {unit.spec.module: unit.scheme for unit in units if unit.scheme is not None}
     ignore = [unit.spec.module for unit in units if unit.scheme is None and unit.spec.kind in ("linear", "head")]
     result = {key: value for key, value in config.items() if key != "quantization_config"}
+    if options.dtype != "auto":
+        name = str(DTYPES[options.dtype]).removeprefix("torch.")
+        result |= {key: name for key in ("dtype", "torch_dtype") if key in result} or {"dtype": name}
     if any(unit.spec.kind == "head" for unit in units):
         result["tie_word_embeddings"] = False
     elif "lm_head" not in ignore:

@@ -101,12 +101,18 @@ def build_report(
     )
 
 
-def build_record(report: ConvertReport, options: Options, source_files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def build_record(
+    report: ConvertReport,
+    options: Options,
+    calibration: dict[str, Any] | None,
+    source_files: dict[str, dict[str, Any]],
+) -> dict[str, Any]:
     """The contents of nibblelm.json: what the standard has no place for. Nothing that differs from run to run."""
     return {
         "nibblelm_version": __version__,
         "method": report.method,
         "options": dataclasses.asdict(options),
+        "calibration": calibration,
         "parameters": report.parameters,
         "bits_per_weight": report.bits_per_weight,
         "quantized_bits_per_weight": report.quantized_bits_per_weight,

@@ -74,10 +74,10 @@ def keep_freed_memory() -> None:
 
 
 def set_threads(count: int) -> None:
-    """Use `count` threads, the caller's included; 0 means all cores that this process may use."""
+    """Use `count` threads, the caller's included, but no more than the cores this process may use; 0: as many."""
     if count < 0:
         raise ValueError(f"the number of threads must not be negative, got {count}")
-    _cpu.set_threads(count)
+    _cpu.set_threads(min(count, _cpu.usable_cores()))
 
 
 # ---------------------------------------------------------------------------------------------- checks

@@ -54,16 +54,20 @@ def round_codes(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tenso
     return torch.minimum(torch.maximum(steps, -zero.float()), 2**bits - 1 - zero.float()).round()
 
 
-def squared_error(weight: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Sum over the last dimension of (weight - dequantized)^2, fp64 (..., 1); differences are taken in fp32."""
+def squared_error(weight: Tensor, scale: Tensor, zero: Tensor, bits: int, importance: Tensor | None = None) -> Tensor:
+    """Sum over the last dimension of (weight - dequantized)^2, fp64 (..., 1); differences are taken in fp32.
+
+    importance  fp64 factors of the squares, of a shape that fits (..., K)
+    """
     difference = weight - round_codes(weight, scale, zero, bits) * scale.float()
-    return difference.double().square().sum(-1, keepdim=True)
+    squares = difference.double().square()
+    return (squares if importance is None else squares * importance).sum(-1, keepdim=True)
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Unsigned codes (R, C) -> int32 words (R, ceil(C / (32 / bits))), low code first; the tail is 0."""
     padded = torch.nn.functional.pad(codes.int(), (0, -codes.shape[1] % (32 // bits)))
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=codes.device)
     return (padded.view(codes.shape[0], -1, 32 // bits) << shifts).sum(-1, dtype=torch.int32)
 
 

@@ -20,14 +20,19 @@ FINE = (1.0442737824274138, 1.0108892860517005)
 REACH = 3
 
 
-def choose(weight: Tensor, bits: int, symmetric: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scale and zero-point (..., 1) in fp64 of fp32 groups (..., K). The C++ kernel makes the same choices."""
+def choose(
+    weight: Tensor, bits: int, symmetric: bool, dtype: torch.dtype, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Scale and zero-point (..., 1) in fp64 of fp32 groups (..., K). The C++ kernel makes the same choices.
+
+    importance  factors of the squared errors (`squared_error`), which the kernel does not have
+    """
     scale, zero = minmax.choose(weight, bits, symmetric, dtype)
-    error = squared_error(weight, scale, zero, bits)
+    error = squared_error(weight, scale, zero, bits, importance)
 
     def keep_better(candidate_scale: Tensor, candidate_zero: Tensor) -> None:
         nonlocal scale, zero, error
-        candidate_error = squared_error(weight, candidate_scale, candidate_zero, bits)
+        candidate_error = squared_error(weight, candidate_scale, candidate_zero, bits, importance)
         better = candidate_error < error
         scale = torch.where(better, candidate_scale, scale)
         zero = torch.where(better, candidate_zero, zero)

@@ -5,11 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from nibblelm.checkpoint import Scheme
 from nibblelm.errors import ConvertError
 from nibblelm.quant.rows import METHODS
 
+CALIBRATED = ("gptq", "awq")
+"""Methods that look at the activations of a text."""
+
 GROUP_SIZES = (-1, 32, 64, 128)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_GROUP = {8: -1, 4: 128}
 """8 bits are accurate enough with one scale per row; 4 bits without calibration need groups."""
 
@@ -25,14 +31,34 @@ class Options:
     keep: tuple[str, ...] = ()
     keep_tied: bool = False
     embeddings: Literal[4, 8] | None = None
+    dtype: str = "auto"
+    rotate: bool = False
+    samples: int = 128
+    seed: int = 0
 
     def __post_init__(self) -> None:
         _one_of("bits", self.bits, (4, 8))
         _one_of("group_size", self.group_size, (None, *GROUP_SIZES))
-        _one_of("method", self.method, tuple(METHODS))
+        _one_of("method", self.method, (*METHODS, *CALIBRATED))
+        _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("embeddings", self.embeddings, (None, 4, 8))
         if self.keep_tied and self.embeddings is not None:
             raise ConvertError("keep_tied keeps one 16-bit table for both ends, so embeddings cannot be quantized")
+        if self.keep_tied and self.rotate:
+            raise ConvertError("rotate folds the last norm into the head, so embedding and head cannot stay tied")
+        if self.samples < 1 or not 0 <= self.seed < 2**62:
+            raise ConvertError(f"samples must be at least 1 and seed from 0, got {self.samples} and {self.seed}")
+
+    @property
+    def plain_method(self) -> str:
+        """How matrices that are not calibrated (the head, an embedding table) get their scales."""
+        return "mse" if self.method in CALIBRATED else self.method
+
+    def stored_dtype(self, source: torch.dtype, matrix: bool) -> torch.dtype:
+        """What a tensor is written in when it is not quantized (`matrix`: and not a vector), and the scales of it."""
+        if not source.is_floating_point or (self.dtype == "auto" and (source != torch.float32 or not matrix)):
+            return source
+        return torch.bfloat16 if self.dtype == "auto" else DTYPES[self.dtype]
 
     def scheme(self, bits: int, columns: int) -> Scheme | None:
         """The scheme of a matrix with K = `columns` at `bits`; None for 16. `group_size` is for the main width."""

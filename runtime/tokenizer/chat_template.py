@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,20 @@ if TYPE_CHECKING:
 def render(template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
     """Render `template` with `messages` and `variables` (add_generation_prompt, bos_token, tools ...).
 
-    Raises TokenizerError where the template does not parse, fails, or refuses the messages by raise_exception.
+    Raises TokenizerError where the template does not parse, fails, takes more time or memory than a chat can need, or
+    refuses the messages by raise_exception.
     """
     import jinja2
 
+    from nibblelm.tokenizer.template_limits import SOURCE, limits
+
+    if len(template) > SOURCE:
+        raise TokenizerError(f"the chat template has {len(template)} characters; at most {SOURCE} are read")
+    limits()
     try:
         return _compiled(template).render(messages=list(messages), **variables)
+    except TokenizerError:
+        raise
     except jinja2.TemplateSyntaxError as error:
         raise TokenizerError(f"the chat template does not parse: {error.message} (line {error.lineno})") from error
     except jinja2.TemplateError as error:
@@ -34,7 +41,8 @@ def _compiled(source: str) -> "Template":
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from nibblelm.tokenizer.template_limits import LimitedEnvironment, strftime_now
 
     class Generation(Extension):
         """`{% generation %}` marks the assistant's words for training; here only its body counts."""
@@ -54,10 +62,9 @@ def _compiled(source: str) -> "Template":
         # jinja2's own filter escapes HTML, which no template wants
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
     environment.filters["tojson"] = to_json
+    environment.seal()
     environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    environment.globals["strftime_now"] = strftime_now
     return environment.from_string(source)

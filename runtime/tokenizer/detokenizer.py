@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time: the same text as decoding all ids at once, cut at the first stop string.
+"""Token ids to text, one token at a time: the text of decoding all ids at once, cut at the first stop string.
 
 Three detokenizers, one for each kind of decoder that `tokenizer.json` describes. Each turns a token's piece (its
 string in the vocabulary) into the text that later tokens cannot change any more, and holds the rest back.
@@ -14,6 +14,17 @@ from nibblelm.errors import RequestError
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 REPLACEMENT = "\ufffd"
+
+PER_BYTE = "nibblelm.per-byte"
+"""The codecs error handler that gives one U+FFFD for each byte of what is not UTF-8 ("replace": one for several)."""
+
+
+def _per_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(PER_BYTE, _per_byte)
 
 
 class Detokenizer(Protocol):
@@ -62,24 +73,24 @@ class ByteLevelDetokenizer:
 class ByteFallbackDetokenizer:
     """SentencePiece pieces, some of them single bytes (`<0x0A>`).
 
-    The decoder's rule is that a run of byte pieces is either valid UTF-8 as a whole or one U+FFFD per byte,
-    so a run is text only when a piece that is not a byte ends it.
+    In a run of bytes every valid character is text as soon as it is complete, and every other byte is one U+FFFD: the
+    rule of SentencePiece's own decoder. That of tokenizer.json gives the same text unless a run holds both, which it
+    turns into U+FFFD as a whole, so that nothing could be shown before the run ends.
     """
 
     def __init__(self, pieces: Pieces, replaced: Sequence[tuple[str, str]], strip: int) -> None:
         self._pieces = pieces
         self._replaced = replaced
         self._strip = strip  # leading spaces still to be dropped: the dummy prefix of the first word
-        self._run = bytearray()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(PER_BYTE)
 
     def push(self, token_id: int) -> str:
         piece = self._pieces(token_id)
         if piece is None:
             return ""
         if match := BYTE_PIECE.fullmatch(piece):
-            self._run.append(int(match[1], 16))
-            return ""
-        return self._stripped(self._end_run() + self.replace(piece))
+            return self._stripped(self._utf8.decode(bytes([int(match[1], 16)])))
+        return self._stripped(self._utf8.decode(b"", final=True) + self.replace(piece))
 
     def replace(self, piece: str) -> str:
         """The text of a piece that is not a byte."""
@@ -88,15 +99,7 @@ class ByteFallbackDetokenizer:
         return piece
 
     def flush(self) -> str:
-        return self._stripped(self._end_run())
-
-    def _end_run(self) -> str:
-        run = bytes(self._run)
-        self._run.clear()
-        try:
-            return run.decode()
-        except UnicodeDecodeError:
-            return REPLACEMENT * len(run)
+        return self._stripped(self._utf8.decode(b"", final=True))
 
     def _stripped(self, text: str) -> str:
         while self._strip and text:

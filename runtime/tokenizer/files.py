@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FILES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "config.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+)
+"""Everything that is read of a tokenizer, under these names."""
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # others the library would print
 GENERIC = "TokenizersBackend"
 # model_type -> the class transformers takes for it; GENERIC overrules the class that the folder names
 CLASS_OF_MODEL_TYPE = {
@@ -83,7 +89,7 @@ def read_settings(folder: Path) -> Settings:
     if "added_tokens_decoder" in config:
         try:
             added = {
-                int(i): {**token, "content": str(token["content"])}
+                int(i): {key: token[key] for key in _TOKEN_FLAGS if key in token} | {"content": str(token["content"])}
                 for i, token in config["added_tokens_decoder"].items()
             }
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -14,7 +14,7 @@ from nibblelm.tokenizer.detokenizer import (
     byte_level_bytes,
     detokenizer_factory,
 )
-from nibblelm.tokenizer.files import Settings, load_backend, read_json, read_settings
+from nibblelm.tokenizer.files import FILES, Settings, load_backend, read_json, read_settings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as JsonTokenizer
@@ -142,7 +142,8 @@ class Tokenizer:
 class TextStream:
     """Text of a growing list of token ids: `decode` of all of them, cut at the first stop string, in pieces.
 
-    Nothing is given out that a later token could change or turn into a stop string. Costs O(1) per token.
+    Nothing is given out that a later token could change or turn into a stop string; characters spelled in byte pieces
+    come as they are complete (ByteFallbackDetokenizer says where that differs from `decode`). Costs O(1) per token.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
@@ -181,9 +182,14 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer of a checkpoint folder, None if it has no tokenizer files.
 
     Reads tokenizer.json, else vocab.json + merges.txt (GPT-2, Qwen2), else tokenizer.model (SentencePiece); with
-    tokenizer_config.json and the chat template beside it. Malformed files raise TokenizerError.
+    tokenizer_config.json and the chat template beside it. Malformed files raise TokenizerError, links
+    that lead out of the folder CheckpointError.
     """
+    from nibblelm.checkpoint import file_in  # takes torch with it
+
     folder = Path(folder)
+    for name in FILES:
+        file_in(folder, name)
     names = ("tokenizer.json", "vocab.json", "tokenizer.model")
     found = next((name for name in names if (folder / name).is_file()), None)
     if found is None:

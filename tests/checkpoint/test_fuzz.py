@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import resource
 import struct
 import time
@@ -15,6 +16,8 @@ from safetensors.torch import save
 
 from nibblelm.checkpoint import Checkpoint, Quantization, SafetensorsFile, Scheme, quantization_config
 from nibblelm.errors import CheckpointError, NibbleLMError
+from nibblelm.tokenizer import load_tokenizer
+from nibblelm.tokenizer.chat_template import render
 
 CASES = 2000
 SECONDS_PER_CASE = 1.0  # of this process; a case takes a few milliseconds
@@ -35,6 +38,7 @@ STRANGE += [
     "F32",
     "I64",
     -4,
+    "\x1b]0;title\x07\x9b2J\u202e\n",
 ]
 
 
@@ -96,9 +100,8 @@ def run_cases(case: Callable[[random.Random], None], count: int = CASES) -> tupl
             case(random.Random(seed))
             accepted += 1
         except NibbleLMError as error:
-            str(error).encode("utf-8")  # must be printable
-            if len(str(error)) > 2000:
-                raise AssertionError(f"seed {seed}: a message of {len(str(error))} characters") from error
+            if len(str(error)) > 2000 or not str(error).isprintable():  # what is printable no terminal obeys
+                raise AssertionError(f"seed {seed}, {len(str(error))} characters: {str(error)!r}") from error
         except Exception as error:
             raise AssertionError(f"seed {seed} raised {type(error).__name__}: {error}") from error
         assert time.process_time() - begin < SECONDS_PER_CASE, f"seed {seed} took too long"
@@ -216,6 +219,72 @@ def test_packed_tensors(tmp_path: Path) -> None:
             checkpoint.weight(module)
 
     assert min(run_cases(case)) > 50
+
+
+TEMPLATE = """{%- set ns = namespace(last=0, text='') %}
+{%- if messages[0]['role'] == 'system' %}{{ '<|system|>' ~ messages[0].content | trim }}{% endif %}
+{%- for m in messages[1:] if m.role != 'tool' %}{% set ns.last = loop.index0 * 2 %}
+{{- '<|%s|>' % m.role + m['content'].replace('e', 'i' * 3) | upper }}{{ {'n': [1, 2, 3]} | tojson(indent=2) }}
+{%- else %}{{ raise_exception('no ' ~ range(9) | join(', ')) }}{% endfor %}
+{%- macro f(n) %}{{ f(n - 1) if n > 0 }}{{ '{:>8}'.format(n) }}{% endmacro %}{{ f(3) }}{{ 7 ** 3 | round(1) }}
+{%- if add_generation_prompt %}{{ strftime_now('%d %b') | center(20) }}{% endif %}"""
+CHAT = [{"role": role, "content": f"The {role} says\x1b[2J"} for role in ("system", "user", "assistant")]
+
+
+def test_chat_templates() -> None:
+    """Bytes of one and of itself, numbers grown to what no machine can hold."""
+
+    def case(rng: random.Random) -> None:
+        text = mutate_bytes(TEMPLATE.encode(), rng).decode("utf-8", "replace")
+        if rng.random() < 0.5:
+            text = re.sub(r"\d", lambda digit: rng.choice([digit[0], digit[0] + "0" * rng.randrange(12)]), TEMPLATE)
+        render(text, CHAT, {"add_generation_prompt": True})
+
+    accepted, refused = run_cases(case, 500)
+    assert accepted > 10
+    assert refused > 100
+
+
+def tokenizer_folder(folder: Path) -> dict[str, Any]:
+    """A small tokenizer in files of its own: name -> contents."""
+    vocab = {chr(c): c - 32 for c in range(32, 127)} | {"ab": 95, "abc": 96, "<s>": 97, "</s>": 98}
+    model = {"type": "BPE", "vocab": vocab, "merges": [["a", "b"], ["ab", "c"]], "byte_fallback": False}
+    added = {"special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    json_file = {
+        "version": "1.0",
+        "added_tokens": [{"id": 97, "content": "<s>", **added}, {"id": 98, "content": "</s>", **added}],
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": " ?\\w+"}, "behavior": "Isolated", "invert": False},
+        "decoder": {"type": "Fuse"},
+        "model": model,
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    config |= {"chat_template": TEMPLATE, "added_tokens_decoder": {"97": {"content": "<s>", **added}}}
+    files = {"tokenizer.json": json_file, "tokenizer_config.json": config, "chat_template.json": {"chat_template": "x"}}
+    files |= {"special_tokens_map.json": {"unk_token": "<unk>"}, "added_tokens.json": {"<x>": 99}}
+    for name, contents in files.items():
+        (folder / name).write_text(json.dumps(contents))
+    return files
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_tokenizer_files(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    contents = tokenizer_folder(tmp_path)[name]
+    if name == "special_tokens_map.json":  # read where no added_tokens_decoder is
+        (tmp_path / "tokenizer_config.json").write_text("{}")
+
+    def case(rng: random.Random) -> None:
+        text = json.dumps(mutate_json(contents, rng)).encode()
+        if rng.random() < 0.5:
+            text = mutate_bytes(json.dumps(contents).encode(), rng)
+        (tmp_path / name).write_bytes(text)
+        tokenizer = load_tokenizer(tmp_path)
+        assert tokenizer is not None
+        tokenizer.decode(tokenizer.encode("abc abcd <s> \x1b é"))
+
+    accepted, refused = run_cases(case, 500)
+    assert accepted > 20
+    assert refused > 50
+    assert capfd.readouterr() == ("", ""), "the library says nothing of its own"
 
 
 @pytest.mark.parametrize(

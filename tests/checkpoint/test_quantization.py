@@ -59,7 +59,7 @@ def write_folder(folder: Path, parts: dict[str, torch.Tensor], config: dict[str,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(("n", "k", "group"), [(331, 172, -1), (331, 352, 32), (3, 172, 4), (1, 32, 32), (17, 1, -1)])
+@pytest.mark.parametrize(("n", "k", "group"), [(331, 172, -1), (331, 352, 32), (3, 176, 8), (1, 32, 32), (17, 1, -1)])
 def test_packed_weights_mean_what_the_library_says(
     n: int, k: int, group: int, bits: Any, symmetric: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -185,6 +185,7 @@ def group_config(**changes: Any) -> dict[str, Any]:
         *((group_config(weights={"actorder": order}), "actorder") for order in ("group", "dynamic", True)),
         (group_config(weights={"block_structure": [128, 128], "strategy": "block"}), "block_structure"),
         *((group_config(weights={"group_size": size}), "group_size") for size in (0, -1, -2, None, "32", 32.0, True)),
+        *((group_config(weights={"group_size": size}), "a multiple of 8") for size in (1, 2, 4, 12)),
         (group_config(weights={"strategy": "tensor"}), "strategy 'tensor'"),
         (group_config(weights={"strategy": "channel"}), "'channel' with group_size 32"),
         (group_config(weights={"strategy": None, "group_size": None}), "strategy None"),

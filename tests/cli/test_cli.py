@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-c", "import sys; from nibblelm.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-m", "nibblelm"]
 
 
 def run(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -62,12 +62,46 @@ def test_prompt_from_stdin_file_and_json(stories: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "means"), [("{}\n", "{}"), ("{}\r\n", "{}"), ("{}\n\n", "{}\n"), ("a\r\n{}", "a\r\n{}")]
+)
+def test_prompt_bytes_count_but_for_one_line_end(given: str, means: str, stories: str, tmp_path: Path) -> None:
+    options = ("-m", stories, "-n", "2", "--temp", "0", "--json")
+    text = given.format("Once upon a time")
+    (tmp_path / "prompt.txt").write_bytes(text.encode())
+    piped = subprocess.run(
+        [*COMMAND, "generate", *options, "-p", "-"], input=text.encode(), capture_output=True, check=True, timeout=120
+    )
+    from_file = run("generate", *options, "-f", str(tmp_path / "prompt.txt"))
+    for output in (json.loads(piped.stdout), json.loads(from_file.stdout)):
+        assert output["prompt"] == means.format("Once upon a time")
+
+
+def test_prompts_that_cannot_be_read_are_one_line(stories: str, tmp_path: Path) -> None:
+    (tmp_path / "latin1.txt").write_bytes(b"na\xefve")
+    command = [*COMMAND, "generate", "-m", stories]
+    results = [
+        subprocess.run([*command, "-f", str(tmp_path / "latin1.txt")], capture_output=True, check=False, timeout=60),
+        subprocess.run([*command, "-p", "-"], input=b"na\xefve", capture_output=True, check=False, timeout=60),
+        subprocess.run(
+            [*command, "-p", "-"], preexec_fn=lambda: os.close(0), capture_output=True, check=False, timeout=60
+        ),
+    ]
+    for result, message in zip(
+        results, (b"latin1.txt, byte 2: 0xef", b"standard input, byte 2", b"closed"), strict=True
+    ):
+        assert result.returncode == 1
+        assert message in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
     ("args", "code", "message"),
     [
         ((), 2, "required"),
         (("generate",), 2, "required"),
         (("generate", "-m", "x", "-p", "a", "--temp", "hot"), 2, "temp"),
         (("generate", "-m", "x", "-p", "a", "--threads", "0"), 2, "at least 1"),
+        (("bench", "-m", "x", "--threads", "0"), 2, "at least 1"),
         (("dance",), 2, "dance"),
         (("generate", "-m", "/nowhere/model", "-p", "a"), 1, "/nowhere/model"),
         (("generate", "-m", "{stories}", "-f", "/nowhere/prompt.txt"), 1, "/nowhere/prompt.txt"),
@@ -87,6 +121,30 @@ def test_expected_failures_are_one_line(args: tuple[str, ...], code: int, messag
     assert result.stdout == ""
     if code == 1:
         assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_too_many_threads_are_one_warning(stories: str) -> None:
+    result = run("generate", "-m", stories, "-p", "Once", "-n", "3", "--threads", "100000")
+    assert result.returncode == 0
+    assert len([line for line in result.stderr.splitlines() if "100000 threads" in line]) == 1
+
+
+def test_bench_fits_its_default_load_to_the_context(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nibblelm.cli import build_parser
+    from nibblelm.cli.bench import _loads
+
+    def loads(*flags: str, limit: int = 512) -> list[tuple[int, int, int]]:
+        made = _loads(build_parser().parse_args(["bench", "-m", stories, *flags]), limit)
+        return [(load.depth, load.prompt_tokens, load.generated_tokens) for load in made]
+
+    assert loads() == [(0, 384, 128)]
+    assert loads(limit=4096) == [(0, 512, 128)]
+    assert loads("--depth", "300") == [(300, 159, 53)]
+    assert loads("--prompt-tokens", "500") == [(0, 500, 12)]
+    assert loads("--gen-tokens", "500", "9") == [(0, 12, 500), (0, 503, 9)]
+    assert loads("--prompt-tokens", "400", "--gen-tokens", "300") == [(0, 400, 300)]
+    result = run("bench", "-m", stories, "--prompt-tokens", "400", "--gen-tokens", "300")
+    assert (result.returncode, "700" in result.stderr) == (1, True)
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -150,6 +208,36 @@ def test_interrupt_ends_a_generation_cleanly(stories: str) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [("generate", m) for m in ("nibblelm.cli", "argparse", "numpy", "torch", "nibblelm.engine", "tokenizers")]
+    + [("chat", "torch"), ("chat", "tokenizers"), ("convert", "torch")],
+)
+def test_interrupt_during_an_import(command: str, module: str, chatty: str, tmp_path: Path) -> None:
+    """Ctrl-C while the module is being looked for: neither swallowed nor a traceback."""
+    code = f"""if True:
+        import os, signal, sys
+        class Finder:
+            @staticmethod
+            def find_spec(name, path=None, target=None):
+                if name == "{module}":
+                    sys.meta_path.remove(Finder)
+                    os.kill(os.getpid(), signal.SIGINT)
+        sys.meta_path.insert(0, Finder)
+        from nibblelm.__main__ import run
+        run()
+    """
+    args = {
+        "generate": ("-m", chatty, "-p", "Once"),
+        "chat": ("-m", chatty),
+        "convert": (chatty, str(tmp_path / "out"), "--bits", "8"),
+    }[command]
+    result = subprocess.run(
+        [sys.executable, "-c", code, command, *args], input="", capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stderr) == (130, "\nnibblelm: interrupted\n")
+
+
 def test_a_closed_pipe_is_quiet(stories: str) -> None:
     shell = " ".join(f"'{c}'" for c in COMMAND)
     line = f"{shell} generate -m '{stories}' -p Once -n 200 --ignore-eos | head -c 5"
@@ -168,6 +256,24 @@ def test_chat_session(chatty: str) -> None:
     kept = run(*options, stdin="Once upon a time\nOnce upon a time\n")
     tokens = [int(n) for n in re.findall(r"prompt: (\d+) tokens", kept.stderr)]
     assert tokens[1] > 2 * tokens[0], "the second prompt holds the first and its answer"
+
+
+def test_chat_forgets_its_oldest_turns_when_the_context_is_full(chatty: str) -> None:
+    long = "the cat and the dog sat on the mat and looked at the red ball. " * 8
+    lines = [long, long, long, long, "x" * 3000, "na\udcefve", "Once upon a time", "/reset", "Once upon a time"]
+    result = subprocess.run(
+        [*COMMAND, "chat", "-m", chatty, "--temp", "0", "-n", "12", "--system", "Be brief."],
+        input="\n".join(lines).encode(errors="surrogateescape"), capture_output=True, check=False, timeout=120,
+    )  # fmt: skip
+    errors = result.stderr.decode()
+    assert result.returncode == 0, errors
+    assert "forgot the oldest 1 turns" in errors
+    assert errors.count("nibblelm: error: ") == 2, errors  # the one too long, and the one that is not UTF-8
+    assert "leaves no room" in errors
+    prompts = [int(n) for n in re.findall(r"prompt: (\d+) tokens", errors)]
+    assert len(prompts) == 6
+    assert all(n <= 512 - 12 for n in prompts)
+    assert prompts[-1] < prompts[-2], "/reset forgets"
 
 
 def test_chat_in_a_terminal(chatty: str) -> None:

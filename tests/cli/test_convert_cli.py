@@ -5,12 +5,15 @@ import io
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import termios
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from nibblelm import cli
 from nibblelm.cli import convert as command
@@ -50,6 +53,33 @@ def test_defaults_are_those_of_the_python_function(source, tmp_path):
     convert(source, tmp_path / "called")
     for path in (tmp_path / "called").iterdir():
         assert path.read_bytes() == (tmp_path / "typed" / path.name).read_bytes()
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\u202e\x9b\n"
+
+
+@pytest.mark.parametrize("place", ["tensor", "key", "value", "shard"])
+def test_control_characters_of_a_checkpoint_do_not_reach_the_terminal(place, source, tmp_path, capsys):
+    folder = tmp_path / "m"
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    if place == "tensor":
+        state = load_file(folder / "model.safetensors")
+        save_file({**state, HOSTILE: torch.ones(1)}, folder / "model.safetensors")
+    elif place == "shard":
+        (folder / "model.safetensors").unlink()
+        index = {"weight_map": {"a": f"{HOSTILE}.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    elif place == "key":
+        (folder / "config.json").write_text(json.dumps({**config, HOSTILE: 1}))
+    else:
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": HOSTILE}))
+    for arguments in (["info", "-m", str(folder)], ["convert", str(folder), str(tmp_path / "out")]):
+        assert cli.main(arguments) == (0 if place == "key" else 1)
+        out, err = capsys.readouterr()
+        assert "title" in err or (place == "key" and arguments[0] == "convert")  # a warning is shown once
+        assert not [c for c in out + err if not c.isprintable() and c != "\n"]
+        assert place == "key" or err.count("\n") == 1
 
 
 def test_expected_failures_are_one_line_and_exit_code_1(source, tmp_path, capsys):

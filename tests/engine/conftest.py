@@ -1,6 +1,7 @@
 """Fixtures of text tests: real and made-up tokenizer folders, each with transformers' reading of it."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,13 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def folder_of(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Real folders by name, and folders made of real files with another configuration."""
+    """Real folders by name, and folders of copies of real files with another configuration."""
 
     def linked(name: str, source: Path, files: dict[str, str], config: dict[str, Any] | None) -> Path:
         folder = tmp_path_factory.mktemp("tok") / name
         folder.mkdir()
         for target, origin in files.items():
-            (folder / target).symlink_to(source / origin)
+            shutil.copyfile(source / origin, folder / target)
         if config is not None:
             (folder / "tokenizer_config.json").write_text(json.dumps(config))
         return folder

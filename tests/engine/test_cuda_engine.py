@@ -1,5 +1,6 @@
 """Generation on the GPU: the CPU's tokens, and the same tokens however they are computed."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,22 @@ def test_batches_with_different_ends(demo: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, stop=["and", "."])
     together = [o.token_ids for o in llm.generate(prompts, params)]
     assert together == [llm.generate(p, params).token_ids for p in prompts]
+
+
+def test_streams_in_turns_and_threads_change_nothing(demo: Path) -> None:
+    """Each live call has programs, sampling state and a step in flight of its own."""
+    llm = LLM(demo, device="cuda")
+    greedy, sampled = (SamplingParams(temperature=t, seed=3, max_tokens=60, ignore_eos=True) for t in (0.0, 0.9))
+    calls = [(prompt, params) for prompt in PROMPTS for params in (greedy, sampled)]
+    alone = [llm.generate(prompt, params).token_ids for prompt, params in calls]
+    streams = [llm.stream(prompt, params) for prompt, params in calls]
+    first = [[next(stream).token_id for _ in range(7)] for stream in streams]
+    assert [o.token_ids for o in llm.generate(PROMPTS, greedy)] == alone[::2]
+    rest = [[piece.token_id for piece in pieces] for pieces in zip(*streams, strict=True)]
+    assert [a + [step[i] for step in rest] for i, a in enumerate(first)] == alone
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda i: llm.generate(*calls[i % len(calls)]).token_ids, range(40)))
+    assert got == alone * 4
 
 
 def test_sampling_on_the_device_repeats_and_follows_the_seed(demo: Path) -> None:

@@ -208,7 +208,7 @@ def test_missing_and_unexpected_tensors_are_named(stories: Path, tmp_path: Path)
     tensors["model.layers.9.extra.weight"] = torch.zeros(3)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(
-        CheckpointError, match=r"missing: model\.layers\.3\.mlp\.up_proj\.weight; unexpected: .*9\.extra"
+        CheckpointError, match=r"missing: 'model\.layers\.3\.mlp\.up_proj\.weight'; unexpected: .*9\.extra"
     ):
         LLM(folder)
 

@@ -1,7 +1,10 @@
 """Text token by token against decoding everything at once."""
 
+import contextlib
+import itertools
 import json
 import random
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +25,44 @@ def first_stop_cut(text: str, stops: list[str]) -> str:
     return text
 
 
+def characters(data: bytes) -> str:
+    """SentencePiece's rule for a run of bytes: each valid character, and U+FFFD for every other byte."""
+    text = ""
+    while data:
+        for size in (1, 2, 3, 4):
+            with contextlib.suppress(UnicodeDecodeError):
+                text, data = text + data[:size].decode(), data[size:]
+                break
+        else:
+            text, data = text + "\ufffd", data[1:]
+    return text
+
+
+def streamed(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
+    """`decode`, but for runs of byte pieces that hold both characters and invalid bytes, which it drops as a whole."""
+
+    def byte(token_id: int) -> int | None:
+        found = re.fullmatch("<0x([0-9A-F]{2})>", tokenizer.piece(token_id) or "")
+        return int(found[1], 16) if found else None
+
+    ids = [i for i in ids if tokenizer.piece(i) is not None and not (skip and tokenizer.is_special(i))]
+    done: list[int] = []
+    before = text = ""
+    for is_byte, group in itertools.groupby(ids, lambda i: byte(i) is not None):
+        run = list(group)
+        done += run
+        decoded = tokenizer.decode(done, skip)
+        part = decoded[len(before) :]
+        if is_byte and "\ufffd" in part:
+            part = characters(bytes(b for i in run if (b := byte(i)) is not None))
+            part = part if text else part.removeprefix(" ")
+        before, text = decoded, text + part
+    return text
+
+
 def check_stream(tokenizer: Tokenizer, ids: list[int], stops: list[str], skip: bool) -> None:
     stream = TextStream(tokenizer, stops, skip)
-    whole = tokenizer.decode(ids, skip)
+    whole = streamed(tokenizer, ids, skip)
     cut = first_stop_cut(whole, stops)
     pieces = [*map(stream.push, ids), stream.flush()]
     assert "".join(pieces) == stream.text == cut
@@ -46,7 +84,7 @@ def test_stream_equals_decode(
         else:  # many bytes, valid and not, among the first ids of each vocabulary
             ids = [rng.randrange(rng.choice([260, tokenizer.vocab_size])) for _ in range(rng.randrange(30))]
         skip = rng.random() < 0.5
-        whole = tokenizer.decode(ids, skip) or "x"
+        whole = streamed(tokenizer, ids, skip) or "x"
         starts = [rng.randrange(len(whole)) for _ in range(rng.randrange(4))]
         stops = [whole[a : a + rng.randrange(1, 6)] for a in starts]
         stops += ["".join(rng.choice(whole) for _ in range(2))] * (rng.random() < 0.3)
@@ -92,6 +130,24 @@ def test_unfinished_character_is_held_and_invalid_bytes_come_out(
     assert "".join(map(stream.push, ids)) == "é😀x"
 
 
+@pytest.mark.parametrize("name", ["stories260K", "spm"])
+def test_byte_pieces_are_text_as_soon_as_a_character_is_whole(
+    name: str, pair_of: Callable[[str], tuple[Tokenizer, Any]], spm_folder: Path
+) -> None:
+    tokenizer = load_tokenizer(spm_folder) if name == "spm" else pair_of(name)[0]
+    assert tokenizer is not None
+    ids = tokenizer.encode("x" + "😀" * 50, add_special_tokens=False)
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(i) for i in ids]
+    assert [piece for piece in pieces[-200:] if piece] == ["😀"] * 50
+    assert pieces[-200:] == ["", "", "", "😀"] * 50
+    stream = TextStream(tokenizer, ["😀😀"])
+    assert "".join(stream.push(i) for i in ids[: len(ids) - 200 + 8]) == "x"
+    assert stream.stopped
+    stream = TextStream(tokenizer)  # two characters, and the third cut short
+    assert "".join(stream.push(i) for i in ids[: len(ids) - 200 + 10]) + stream.flush() == "x😀😀\ufffd\ufffd"
+
+
 def test_stop_strings_are_never_shown_in_part(pair_of: Callable[[str], tuple[Tokenizer, Any]]) -> None:
     tokenizer = pair_of("gpt2")[0]
     stream = TextStream(tokenizer, ["###", "end"])
@@ -110,7 +166,7 @@ def test_stop_strings_are_never_shown_in_part(pair_of: Callable[[str], tuple[Tok
 def test_ten_thousand_tokens_are_fast(name: str, pair_of: Callable[[str], tuple[Tokenizer, Any]]) -> None:
     tokenizer = pair_of(name)[0]
     rng = random.Random(0)
-    ids = [rng.randrange(tokenizer.vocab_size) for _ in range(10_000)]
+    ids = [rng.randrange(260, tokenizer.vocab_size) for _ in range(10_000)]  # SentencePiece's bytes come before
     started = time.perf_counter()
     stream = TextStream(tokenizer, ["no such text", "\n \n \n"])
     for token_id in ids:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from nibblelm.errors import TokenizerError
+from nibblelm.errors import CheckpointError, TokenizerError
 from nibblelm.tokenizer import Tokenizer, load_tokenizer
+from nibblelm.tokenizer.files import FILES
 
 FOLDERS = ["stories260K", "tinystories656K", "qwen2", "gpt2", "gpt2_prefix_bos", "llama_legacy", "qwen2_json"]
 FOLDERS += ["llama_bare", "mistral_llama_class", "qwen3_llama_class", "unknown_class"]
@@ -62,8 +64,8 @@ def test_merges_without_header_and_with_crlf(
         folder = tmp_path / name
         folder.mkdir()
         source = data_dir / "tokenizers" / name
-        (folder / "vocab.json").symlink_to(source / "vocab.json")
-        (folder / "merges.txt").symlink_to(source / merges)
+        shutil.copyfile(source / "vocab.json", folder / "vocab.json")
+        shutil.copyfile(source / merges, folder / "merges.txt")
         (folder / "config.json").write_text(json.dumps({"model_type": name}))
         ours = load_tokenizer(folder)
         assert ours is not None
@@ -140,6 +142,25 @@ def test_lone_surrogate_is_a_typed_error(pair_of: Callable[[str], tuple[Tokenize
         pair_of("stories260K")[0].encode("\ud800")
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_link_out_of_the_folder_is_refused(name: str, data_dir: Path, tmp_path: Path) -> None:
+    """In a plain folder; in a hub cache the links lead to the blobs, and nowhere else."""
+    source, snapshot = data_dir / "checkpoints/stories260K", tmp_path / "models--org--name/snapshots/0123"
+    outside, blobs = tmp_path / "outside", tmp_path / "models--org--name/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in {name, "tokenizer.json"}:
+        present = (source / file).is_file()
+        (blobs / file).write_bytes((source / file).read_bytes() if present else b"{}")
+        (snapshot / file).symlink_to(Path("../../blobs") / file)
+    assert load_tokenizer(snapshot) is not None
+    shutil.copyfile(blobs / name, outside)
+    (snapshot / name).unlink()
+    (snapshot / name).symlink_to(outside)
+    with pytest.raises(CheckpointError, match=f"{name} is a link that leads out of the folder"):
+        load_tokenizer(snapshot)
+
+
 # Chat templates
 
 CHAT = [{"role": "user", "content": "Hi <b> & 'you' ☃"}, {"role": "assistant", "content": "Hello"}]
@@ -183,7 +204,7 @@ def test_shipped_template_and_its_ids(pair_of: Callable[[str], tuple[Tokenizer, 
     ],
 )  # fmt: skip
 def test_where_templates_are_found(files: dict[str, str], expected: str | None, data_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").symlink_to(data_dir / "checkpoints/stories260K/tokenizer.json")
+    shutil.copyfile(data_dir / "checkpoints/stories260K/tokenizer.json", tmp_path / "tokenizer.json")
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     tokenizer = load_tokenizer(tmp_path)
@@ -200,6 +221,7 @@ def test_where_templates_are_found(files: dict[str, str], expected: str | None, 
         ("{{ messages.append(1) }}", "unsafe|not safely callable"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ raise_exception('\x1b]0;title\x07\u202e\n\x9b2J') }}", r"\\x1b\]0;title\\x07\\u202e\\n\\x9b2J"),
         (None, "no chat template"),
     ],
 )
@@ -225,7 +247,7 @@ def test_sentencepiece_legacy_equals_transformers_slow(
     for source in (spm_folder, data_dir / "checkpoints/stories260K"):
         folder = tmp_path / source.name
         folder.mkdir()
-        (folder / "tokenizer.model").symlink_to(source / "tokenizer.model")
+        shutil.copyfile(source / "tokenizer.model", folder / "tokenizer.model")
         ours, theirs = load_tokenizer(folder), slow_oracle(source)
         assert ours is not None
         rng = random.Random(2)
@@ -247,7 +269,7 @@ def test_sentencepiece_modern_equals_transformers_llama(spm_folder: Path, tmp_pa
     model = sentencepiece.SentencePieceProcessor(str(spm_folder / "tokenizer.model"))
     vocab = {model.id_to_piece(i): i for i in range(model.get_piece_size())}
     theirs = LlamaTokenizer(vocab=vocab, merges=generate_merges(vocab), legacy=False)
-    (tmp_path / "tokenizer.model").symlink_to(spm_folder / "tokenizer.model")
+    shutil.copyfile(spm_folder / "tokenizer.model", tmp_path / "tokenizer.model")
     config = {"legacy": False, "add_eos_token": True, "add_bos_token": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     ours = load_tokenizer(tmp_path)
@@ -269,7 +291,7 @@ def test_sentencepiece_reads_stories260k_as_its_tokenizer_json(
 ) -> None:
     source = data_dir / "checkpoints/stories260K"
     for name in ("tokenizer.model", "tokenizer_config.json", "config.json"):
-        (tmp_path / name).symlink_to(source / name)
+        shutil.copyfile(source / name, tmp_path / name)
     ours, theirs = load_tokenizer(tmp_path), pair_of("stories260K")[1]
     assert ours is not None
     story = (data_dir / "text/tinystories_sample_2MiB.txt").read_text(encoding="utf-8").split("<|endoftext|>")[0]

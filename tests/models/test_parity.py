@@ -28,6 +28,12 @@ def test_every_family_is_enumerated() -> None:
     assert {name.partition("-")[0] for name in CONFIGS} == set(families())
 
 
+def test_a_family_unknown_to_transformers_gets_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CONFIGS, "novel-tied", {})
+    with pytest.raises(LookupError, match=r"reference_novel\.py.*CONTRIBUTING"):
+        save_random("novel-tied", tmp_path)
+
+
 @pytest.fixture(scope="module", params=CONFIGS)
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return request.param, save_random(request.param, tmp_path_factory.mktemp(request.param) / "source")

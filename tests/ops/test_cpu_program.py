@@ -1,8 +1,12 @@
 """Recorded programs, the thread team and the choice of the instruction set."""
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,9 +126,9 @@ def test_a_forked_child_computes_on_its_own_team() -> None:
 
 def test_threads_and_instruction_sets_are_settable() -> None:
     assert _cpu.usable_cores() <= len(os.sched_getaffinity(0))
-    for count in (1, 3, 2):
+    for count in (1, 3, 2, 100_000, 10**11):  # more than there are cores would only wait for each other
         cpu.set_threads(count)
-        assert _cpu.threads() == count
+        assert _cpu.threads() == min(count, _cpu.usable_cores())
     cpu.set_threads(0)
     assert _cpu.threads() == _cpu.usable_cores()
     with pytest.raises(ValueError, match="negative"):
@@ -132,6 +136,27 @@ def test_threads_and_instruction_sets_are_settable() -> None:
     assert _cpu.available_isas()[-1] == "portable"
     with pytest.raises(ValueError, match="sse9"):
         _cpu.set_isa("sse9")
+
+
+def cpu_per_replay(threads: int) -> float:
+    """Mean CPU seconds of a replay in two processes side by side; unlike the time, it bears other load."""
+    script = Path(__file__).with_name("two_processes.py")
+    command = [sys.executable, str(script), str(threads), "0.7"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as first, subprocess.Popen(command, **pipes) as second:
+        both = (first, second)
+        assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
+        for process in both:
+            process.stdin.write("\n")
+            process.stdin.flush()
+        return sum(float(process.stdout.readline()) for process in both) / 2
+
+
+@pytest.mark.skipif(_cpu.usable_cores() < 2, reason="one core: there is no team")
+def test_two_processes_do_not_spin_on_each_others_cores() -> None:
+    """With default threads a step costs them about what it costs with one thread each, not half as much again."""
+    ratios = [cpu_per_replay(0) / cpu_per_replay(1) for _ in range(3)]
+    assert min(ratios) < 1.25, ratios  # the least, as other load on the machine only adds; spinning gave 1.4 to 2.4
 
 
 def test_workers_wake_up_after_sleeping() -> None:

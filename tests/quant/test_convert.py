@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from nibblelm import convert
 from nibblelm.checkpoint import Scheme, open_checkpoint
 from nibblelm.converter import parse_size
+from nibblelm.converter import source as source_reader
 from nibblelm.errors import CheckpointError, ConfigError, ConvertError
 from nibblelm.ops.reference import dequantize
 from nibblelm.ops.types import QuantizedWeight
@@ -233,6 +234,18 @@ def test_source_in_a_hub_cache_is_a_folder_of_links(save, tmp_path):
         assert copy.read_bytes() == path.read_bytes()
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "LICENSE"])
+def test_a_link_out_of_the_folder_is_refused_before_any_work(name, save, tmp_path):
+    source = save("llama")
+    (tmp_path / "secret").write_text("{}")
+    (source / name).symlink_to(tmp_path / "secret")
+    calls = []
+    with pytest.raises(CheckpointError, match=rf"{name} is a link that leads out of the folder"):
+        convert(source, tmp_path / "out", progress=lambda *call: calls.append(call))
+    assert not calls
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "source"]
+
+
 def test_record(save, tmp_path):
     source = save("llama")
     report = convert(source, tmp_path / "out", bits=4, group_size=32)
@@ -290,7 +303,7 @@ def test_refuses_missing_unexpected_and_misshapen_tensors(save, tmp_path):
     edit(source, lambda state: state.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
     convert(source, tmp_path / "buffers-are-dropped")
     edit(source, lambda state: (state.pop("model.norm.weight"), state.update({"model.odd": torch.ones(1)})))
-    with pytest.raises(CheckpointError, match=r"missing: model.norm.weight; unexpected: model.odd"):
+    with pytest.raises(CheckpointError, match=r"missing: 'model.norm.weight'; unexpected: 'model.odd'"):
         convert(source, tmp_path / "out")
     source = save("llama")
     edit(source, lambda state: state.update({"model.layers.1.mlp.up_proj.weight": torch.ones(171, 64).bfloat16()}))
@@ -303,14 +316,22 @@ def test_refuses_missing_unexpected_and_misshapen_tensors(save, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_not_finite_weight_names_tensor_and_row(save, tmp_path):
-    source = save("llama")
-
-    def spoil(state):
-        state["model.layers.1.mlp.up_proj.weight"][17, 3] = float("nan")
-
-    edit(source, spoil)
-    with pytest.raises(ConvertError, match=r"model.layers.1.mlp.up_proj.weight: row 17 holds a NaN"):
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", 171),
+        (TABLE, 330),
+        (HEAD, 64),
+        ("model.norm.weight", 63),
+        ("model.layers.0.input_layernorm.weight", 0),
+    ],
+)
+def test_not_finite_weight_names_tensor_and_row(name, row, value, save, tmp_path, monkeypatch):
+    monkeypatch.setattr(source_reader, "BLOCK_BYTES", 16 * 64 * 2)  # the row is counted over blocks
+    source = save("llama", tie_word_embeddings=False)
+    edit(source, lambda state: state[name].view(state[name].shape[0], -1)[row, -1].fill_(value))
+    with pytest.raises(ConvertError, match=rf"{name}: row {row} holds a NaN or an infinity"):
         convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from nibblelm import convert
-from nibblelm.checkpoint import journal, writer
+from nibblelm.checkpoint import SafetensorsFile, journal, writer
+from nibblelm.converter.source import SourceHashes
 from nibblelm.errors import ConvertError
 
 WORK = ".out.partial"
@@ -100,6 +102,63 @@ def test_resume_with_other_options_or_source_is_refused(save, tmp_path):
     assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
 
 
+def rewrite(path: Path, name: str) -> None:
+    """Change one byte of a tensor and nothing that `stat` shows."""
+    stat, info = path.stat(), SafetensorsFile(path).info(name)
+    with path.open("r+b") as file:
+        file.seek(info.offset)
+        first = file.read(1)
+        file.seek(info.offset)
+        file.write(bytes([first[0] ^ 1]))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"])
+def test_a_source_changed_behind_size_and_time_is_refused(rotate, name, save, tmp_path):
+    """Both before an interrupted conversion is resumed, and while one runs."""
+    source = save("llama")
+    interrupt(source, tmp_path / "out", after=9, rotate=rotate)
+    rewrite(source / "model.safetensors", name)
+    with pytest.raises(ConvertError, match=rf"the source changed .*{name}.*--overwrite"):
+        convert(source, tmp_path / "out", resume=True, rotate=rotate)
+    assert not (tmp_path / "out").exists()
+    convert(source, tmp_path / "out", overwrite=True, rotate=rotate)
+    convert(source, tmp_path / "fresh", rotate=rotate)
+    assert contents(tmp_path / "out") == contents(tmp_path / "fresh")
+
+
+def test_a_source_changed_while_it_is_converted_is_refused(save, tmp_path, monkeypatch):
+    source = save("llama")
+    hashed = SourceHashes._hash
+    table = "model.embed_tokens.weight"  # the first to be read; what is hashed is changed after that
+    read = Event()
+
+    def late(self, path, infos):
+        assert read.wait(60)
+        rewrite(path, table)
+        return hashed(self, path, infos)
+
+    monkeypatch.setattr(SourceHashes, "_hash", late)
+    with pytest.raises(ConvertError, match=rf"the source changed .*{table}"):
+        convert(source, tmp_path / "out", progress=lambda *_: read.set())
+    assert not (tmp_path / "out").exists()
+
+
+def test_resume_with_another_config_is_refused(save, tmp_path):
+    """Of the same size and time, as a copy that keeps times has it."""
+    source = save("llama")
+    interrupt(source, tmp_path / "out", after=9)
+    path = source / "config.json"
+    stat, text = path.stat(), path.read_text()
+    path.write_text(text.replace('"max_position_embeddings": 2048', '"max_position_embeddings": 4096'))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert path.stat().st_size == stat.st_size
+    assert path.read_text() != text
+    with pytest.raises(ConvertError, match="other config"):
+        convert(source, tmp_path / "out", resume=True)
+
+
 def test_unfinished_work_is_not_thrown_away_silently(save, tmp_path):
     source = save("llama")
     interrupt(source, tmp_path / "out", after=9)
@@ -122,8 +181,8 @@ def test_two_conversions_to_one_folder(save, tmp_path):
     source = save("llama")
 
     def second(done, total, name):
-        for options in (dict(resume=True), dict(overwrite=True)):
-            with pytest.raises(ConvertError, match="another conversion is writing"):
+        for options in ({}, dict(resume=True), dict(overwrite=True)):
+            with pytest.raises(ConvertError, match="another conversion is running"):
                 convert(source, tmp_path / "out", **options)
 
     convert(source, tmp_path / "out", progress=second)

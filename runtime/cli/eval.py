@@ -1,0 +1,120 @@
+"""`nibblelm eval`: perplexity of a text, and the distance from the model that a folder was made from."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from nibblelm.cli.options import add_activations_argument, positive
+
+HELP = "measure perplexity, and how far a converted model is from its source"
+_CTX = 512
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="model folder or hub id")
+    parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="UTF-8 text to predict")
+    parser.add_argument(
+        "--against",
+        metavar="SOURCE",
+        help="model to compare with; it runs with fp32 activations. MODEL itself shows what 8-bit activations cost: it "
+        "runs as MODEL does, but for 16 bits",
+    )
+    parser.add_argument("--ctx", type=positive, default=_CTX, metavar="N", help=f"positions of a window ({_CTX})")
+    parser.add_argument("--stride", type=positive, metavar="N", help="tokens between windows (default: no overlap)")
+    parser.add_argument("--separator", metavar="TEXT", help="what stands between documents (default: one document)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "fp32", "bf16"),
+        default="auto",
+        help="activations, as generate has them; fp32 measures the weights alone",
+    )
+    add_activations_argument(parser)
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: the cores it may use)")
+    parser.add_argument("--record", action="store_true", help="enter the figures in MODEL's nibblelm.json, for info")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    figures = _measure(args)
+    if args.json:
+        print(json.dumps(figures))
+        return 0
+    p = figures["protocol"]
+    start = "each after BOS" if p["bos"] else "without BOS"
+    print(f"{args.model} on {args.text}, {p['device']}, dtype {p['dtype']}, activations {p['activations']} bits")
+    print(
+        f"protocol         windows of {p['ctx']} positions {p['stride']} tokens apart, {start}: {figures['windows']} "
+        f"windows, {figures['tokens']} tokens predicted"
+    )
+    print(f"perplexity       {figures['ppl']:.4f} ± {figures['ppl_stderr']:.4f}")
+    if args.against:
+        bits = p["against_activations"]
+        print(f"against          {args.against}, activations {bits} bits, perplexity {figures['against_ppl']:.4f}")
+        ranks = ", ".join(f"{rank[4:]} % {figures[rank]:.3g}" for rank in ("kl_p50", "kl_p90", "kl_p99"))
+        print(f"KL divergence    mean {figures['kl_mean']:.3g} nats ({ranks}, most {figures['kl_max']:.3g})")
+        print(f"same first       {100 * figures['top1_agreement']:.2f} % of tokens")
+        print(
+            f"right token      probability changes by {100 * figures['p_change_mean']:+.3f} % on average, "
+            f"{100 * figures['p_change_rms']:.3f} % root mean square"
+        )
+    return 0
+
+
+def _measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The figures and their protocol as plain values."""
+    from tqdm import tqdm
+
+    from nibblelm.checkpoint import open_checkpoint
+    from nibblelm.engine import LLM
+    from nibblelm.errors import RequestError
+    from nibblelm.evaluation import check_same_tokens, score, tokenize, windows
+
+    try:
+        text = args.text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as cause:
+        raise RequestError(f"{args.text} is not UTF-8 text: {cause}") from cause
+    model = LLM(args.model, args.device, args.dtype, args.threads, args.ctx, activations=args.activations)
+    against, rounding = None, False
+    if args.against:
+        rounding = model.activations == 8 and open_checkpoint(args.against).folder.samefile(model.folder)
+        dtype, activations = (args.dtype, 16) if rounding else ("fp32", None)
+        against = LLM(args.against, args.device, dtype, args.threads, args.ctx, activations=activations)
+        check_same_tokens(model, against, text)
+    prefix, documents = tokenize(model.tokenizer, text, args.separator)
+    parts = windows(prefix, documents, args.ctx, args.stride)
+    shown = not args.json and sys.stderr.isatty()
+    total = sum(len(window.ids) - window.first for window in parts)
+    with tqdm(total=total, unit="tok", file=sys.stderr, leave=False, disable=not shown) as bar:
+        figures = score(parts, model.logits, against.logits if against else None, bar.update)
+    protocol = {
+        "ctx": args.ctx,
+        "stride": args.stride or args.ctx - len(prefix),
+        "bos": bool(prefix),
+        "documents": len(documents),
+        "device": model.device.type,
+        "dtype": args.dtype,
+        "activations": model.activations,
+    }
+    if against is not None:
+        protocol["against_activations"] = against.activations
+    names = {"model": args.model, "text": str(args.text), "against": args.against}
+    if args.record:
+        kind = "activation_rounding" if rounding else "evaluations"
+        _record(model.folder, kind, args.text.name, {"against": args.against, "protocol": protocol, **figures})
+    return {**names, "protocol": protocol, **figures}
+
+
+def _record(folder: Path, kind: str, text: str, figures: dict[str, Any]) -> None:
+    """Enter figures in a converted folder's nibblelm.json, where `info` finds them; the last of kind and text stays."""
+    from nibblelm.checkpoint.json_object import read_object
+    from nibblelm.checkpoint.writer import write_json
+    from nibblelm.errors import RequestError
+
+    path = folder / "nibblelm.json"
+    if not path.is_file():
+        raise RequestError(f"{folder} has no nibblelm.json to record in: only folders of nibblelm convert have one")
+    record = read_object(path, RequestError)
+    write_json(path, {**record, kind: {**record.get(kind, {}), text: figures}})

@@ -1,0 +1,84 @@
+"""The tensors of a source as a conversion's options want them: as they are, rotated, calibrated."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nibblelm.checkpoint import Checkpoint
+from nibblelm.converter.calibrated import Awq, Gptq
+from nibblelm.converter.calibration import Walk, read_calibration
+from nibblelm.converter.plan import Unit
+from nibblelm.converter.rotate import rotated
+from nibblelm.converter.source import whole
+from nibblelm.engine import select_device
+from nibblelm.errors import ConvertError
+from nibblelm.models import family
+from nibblelm.ops.types import QuantizedWeight
+from nibblelm.quant.rows import QuantizedRows
+from nibblelm.quant.schemes import CALIBRATED, Options
+
+Made = QuantizedRows | Tensor | None
+"""Finished rows of a matrix, a tensor to quantize or to store, or None: the source's own, in blocks."""
+
+
+class Prepared:
+    """What to write for each unit. Reads the calibration text, if there is one, but no weights yet.
+
+    record       what nibblelm.json says of the calibration; None without
+    fingerprint  what decides the output's bytes besides source and options
+    read         source tensor and the SHA-256 of what was read of it, every time that it was
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        units: Sequence[Unit],
+        options: Options,
+        calibration: str | Path | None,
+        device: str,
+    ) -> None:
+        self._checkpoint, self._options = checkpoint, options
+        self._units = {unit.spec.name: unit for unit in units}
+        self._config = family(checkpoint.config).read_config(checkpoint.config)
+        self._read = rotated(self._stored, self._config, options.seed) if options.rotate else self._stored
+        self.read: list[tuple[str, str]] = []
+        self.record: dict[str, Any] | None = None
+        self.fingerprint: dict[str, Any] = {}
+        if options.method in CALIBRATED:
+            args = (checkpoint.folder, self._config, options.samples, options.seed)
+            self._calibration = read_calibration(calibration, *args)
+            self._device = select_device(device)
+            self.record = self._calibration.record
+            self.fingerprint = {"calibration": self.record, "device": self._device.type}
+        elif calibration is not None:
+            raise ConvertError(f"method {options.method} looks at no text; calibration is for {', '.join(CALIBRATED)}")
+
+    def _stored(self, name: str) -> Tensor:
+        """A tensor as if the source were in the dtype asked for."""
+        source, digest = self._units[name].source, hashlib.sha256()
+        dtype = self._options.stored_dtype(self._units[name].source_dtype, matrix=False)
+        tensor = whole(self._checkpoint, source, digest, dtype)
+        self.read.append((source, digest.hexdigest()))
+        return tensor
+
+    def maker(self, stored: Callable[[Unit], QuantizedWeight]) -> Callable[[Unit], Made]:
+        """unit -> what to write; `stored` gives the weight that an earlier run wrote for a unit."""
+
+        def plain(unit: Unit) -> Made:
+            return self._read(unit.spec.name).float() if self._options.rotate else None
+
+        if self.record is None:
+            return plain
+        method = {"gptq": Gptq, "awq": Awq}[self._options.method]
+        args = (self._checkpoint.config, self._config, self._read, self._device, method.streams)
+        walk = Walk(self._calibration.ids, *args)
+        calibrated = method(walk, self._units, self._read, stored)
+
+        def made(unit: Unit) -> Made:
+            result = calibrated.result(unit)
+            return plain(unit) if result is None else result
+
+        return made
