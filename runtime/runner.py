@@ -1,6 +1,7 @@
 """Runs a model against its KV cache: chunked prefill, and decode steps captured once per batch and replayed."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -20,9 +21,9 @@ PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
 
 
 def workspace_bytes(config: DecoderConfig, device: torch.device) -> int:
-    """About what one prefill chunk takes in activations, with the unpacked weights of its matrix products."""
+    """About what one prefill chunk takes in activations, with the digits and shared sums of its matrix products."""
     widest = max(2 * config.intermediate_size, config.heads * config.head_dim * 3)
-    return PREFILL_CHUNK[device.type] * (4 * config.hidden_size + 2 * widest) * 4 + (256 << 20)
+    return PREFILL_CHUNK[device.type] * (4 * config.hidden_size + 3 * widest) * 4 + (128 << 20)
 
 
 class DecoderModel(Protocol):
@@ -129,7 +130,8 @@ class Runner:
             last = min(first + chunk, len(ids))
             new = self._rows(ids[first:last], range(first, last), [slot] * (last - first))
             wanted = slice(None) if every_row else slice(last - first - 1, None)
-            logits = self.model.forward(Step(new[0], new[1], new[2], self.cache, one_sequence=True), wanted)
+            with self._fusion():
+                logits = self.model.forward(Step(new[0], new[1], new[2], self.cache, one_sequence=True), wanted)
             if every_row or last == len(ids):
                 parts.append(logits)
             self.history[slot] += ids[first:last]
@@ -189,11 +191,15 @@ class Runner:
             result = body()
             return _DecodeStep(rows, _Eager(body, result), result)
         if self.device.type == "cuda":
-            with ops.backend(self.device).fusion(True):
+            with self._fusion():
                 body()
         with ops.capture(self.device) as program:
             result = body()
         return _DecodeStep(rows, program, result)
+
+    def _fusion(self) -> AbstractContextManager[None]:
+        """Fused kernels where the device has them, unless the ops are to run call by call."""
+        return ops.backend(self.device).fusion(True) if self.device.type == "cuda" and self.graph else nullcontext()
 
     def _rows(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Tensor:
         return torch.tensor((ids, positions, slots), dtype=torch.int32, device=self.device)

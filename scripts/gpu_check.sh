@@ -54,14 +54,14 @@ build() {  # for the card that is present, into a folder of its own
 
 run_tests() {
   local status=0
-  OMP_NUM_THREADS=2 $python -m pytest -q -n 8 -p no:cacheprovider -m gpu --junitxml="$state/tests.xml" tests || status=$?
+  OMP_NUM_THREADS=2 $python -m pytest -q -n $(($(nproc) / 2)) -p no:cacheprovider -m gpu --junitxml="$state/tests.xml" tests || status=$?
   [[ $status -le 1 ]] # anything above is not a result
 }
 
 # $1: tool, over this project's kernels (torch's reductions have what racecheck calls hazards), in several processes
 # with a share of the cases each. The tool's message is recorded where the machine refuses it.
 sanitize() {
-  local logs=$state/$1 status=0 processes=8 pids=() share cases
+  local logs=$state/$1 status=0 processes=$(($(nproc) / 2)) pids=() share cases
   rm -rf "$logs" && mkdir -p "$logs"
   $python -m pytest -q --collect-only -p no:cacheprovider -m sanitize "${@:2}" | grep :: > "$logs/cases"
   split --number=r/$processes "$logs/cases" "$logs/share."
@@ -95,9 +95,10 @@ bench() {  # shape, bits and group size; the rest: options
 e2e() {  # decode at batch 1; batches, long contexts and prefill where the weights are made anyway
   rm -f "$state/e2e.jsonl"
   local once=(--prompt-tokens 128 --gen-tokens 256)
-  bench llama-3-8b 4 -1 --prompt-tokens 128 128 128 128 128 128 2048 --gen-tokens 256 256 256 256 256 256 16 \
-    --batch 1 4 8 16 1 1 1 --depth 0 0 0 0 8192 32768 0
+  bench llama-3-8b 4 -1 --prompt-tokens 128 128 128 128 128 128 2048 64 --gen-tokens 256 256 256 256 256 256 16 16 \
+    --batch 1 4 8 16 1 1 1 1 --depth 0 0 0 0 8192 32768 0 0
   bench llama-3-8b 4 128 "${once[@]}"
+  bench llama-3-8b 4 -1 --activations 8 --prompt-tokens 128 64 2048 --gen-tokens 256 16 16 --batch 16 1 1 --depth 0 0 0
   bench llama-3-8b 8 -1 --prompt-tokens 128 2048 --gen-tokens 256 16
   bench llama-3-8b 16 -1 "${once[@]}"
   for bits in 4 8 16; do bench llama-3.2-1b $bits -1 "${once[@]}"; done
