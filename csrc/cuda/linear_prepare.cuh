@@ -76,13 +76,19 @@ struct ImageRow {
 template <int D>
 __device__ __forceinline__ float row_total(const int* digits, int digit_step, const float* scales, int scale_step,
                                            int slices) {
-  float total{0.0f};
-#pragma unroll 1
-  for (int slice = 0; slice < slices; ++slice) {
-    int own[D];
+  int own[kMaxSlices][D];
+  float scale[kMaxSlices], total{0.0f};
 #pragma unroll
-    for (int d = 0; d < D; ++d) own[d] = digits[(slice * D + d) * digit_step];
-    total = fmaf(join_digits<D>(own), scales[slice * scale_step], total);
+  for (int i = 0; i < kMaxSlices; ++i) {  // asked for together: somebody waits for the result
+    const int slice = min(i, slices - 1);
+    scale[i] = scales[slice * scale_step];
+#pragma unroll
+    for (int d = 0; d < D; ++d) own[i][d] = digits[(slice * D + d) * digit_step];
+  }
+#pragma unroll
+  for (int i = 0; i < kMaxSlices; ++i) {
+    const float more = fmaf(join_digits<D>(own[i]), scale[i], total);
+    total = i < slices ? more : total;
   }
   return total;
 }

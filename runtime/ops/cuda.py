@@ -29,6 +29,7 @@ from nibblelm.ops.cuda_ops import (
     softmax,
     swiglu,
 )
+from nibblelm.ops.cuda_upload import upload
 
 __all__ = [
     "Program",
@@ -59,5 +60,6 @@ __all__ = [
     "silu",
     "softmax",
     "swiglu",
+    "upload",
     "wgmma",
 ]
