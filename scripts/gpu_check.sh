@@ -47,6 +47,7 @@ stale() {
 }
 
 build() {  # for the card that is present, into a folder of its own
+  $python -c "import compressed_tensors, transformers, xdist"  # what the tests need, before minutes are spent
   rm -rf "$site" && mkdir -p "$site"
   $python -m pip install -q --no-build-isolation --no-deps --no-index --target "$site" .
   $python -c "from nibblelm.ops import cuda; cuda.require(); print(cuda.available()[1])"
@@ -166,7 +167,7 @@ for part in "${parts[@]}"; do
   echo "== $part"
   case $part in
     tests) run_tests ;;
-    memcheck | racecheck) sanitize "$part" tests ;;
+    memcheck | racecheck) sanitize "$part" tests/ops ;;
     ops) $python scripts/bench_ops.py --quick --json "$state/ops.json" --tree "$tree" ;;
     load) $python scripts/bench_load.py --json "$state/load.json" --tree "$tree" ;;
     record) write_record ;;
