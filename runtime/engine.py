@@ -3,8 +3,9 @@
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from threading import current_thread
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -236,6 +237,7 @@ class LLM:
             slots = min(len(requests), MAX_BATCH)
             batch = Batch(self._pool.borrow(loan, slots, requests[0].ids if reuse else ()), requests, reuse)
             while batch.unfinished:
+                loan.thread = current_thread()  # a stream may be handed on
                 with self._pool.lock:
                     pieces = batch.step()
                 yield from pieces
@@ -251,7 +253,7 @@ def _prompts(prompts: Any) -> tuple[list[Any], bool]:
     values = _plain(prompts)
     if isinstance(values, str):
         return [values], True
-    if not isinstance(values, Iterable):
+    if isinstance(values, Mapping | bytes) or not isinstance(values, Iterable):
         raise RequestError(f"prompts is {prompts!r:.60}; supported: text, token ids, or a list of such prompts")
     values = [_plain(value) for value in values]
     single = bool(values) and all(isinstance(value, int) for value in values)
@@ -261,7 +263,7 @@ def _prompts(prompts: Any) -> tuple[list[Any], bool]:
 def _token_ids(prompt: Any) -> list[int]:
     values = _plain(prompt)
     ids = [_plain(i) for i in values] if isinstance(values, Iterable) else [values]
-    if not all(isinstance(i, int) for i in ids):
+    if isinstance(values, Mapping | bytes) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise RequestError(f"a prompt is text or a list of token ids (integers), got {prompt!r:.60}")
     return ids
 

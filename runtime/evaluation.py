@@ -107,18 +107,19 @@ class Scores:
     def figures(self) -> dict[str, float]:
         """Perplexity with its standard error and, where there was something to compare with, how far from it.
 
+        ppl_stderr      only where there are several windows to differ
         against_ppl     perplexity of the model compared with
         kl_*            KL divergence of the next-token distributions from those compared with, nats per token
         top1_agreement  share of tokens before which both rank the same token first
         p_change_*      of the right token's probability, mean and root mean square
         """
         losses, counts = torch.tensor(self._windows, dtype=torch.float64).unbind(1)
-        mean, n = losses.sum() / counts.sum(), len(counts)
+        mean, n = float(losses.sum() / counts.sum()), len(counts)
         spread = (losses - counts * mean).square().sum() * n / max(n - 1, 1)
-        perplexity = math.exp(mean)
+        perplexity = float(torch.tensor(mean, dtype=torch.float64).exp())  # infinite where math.exp would raise
         result = {
             "ppl": perplexity,
-            "ppl_stderr": perplexity * float(spread.sqrt() / counts.sum()) if n > 1 else math.nan,
+            **({"ppl_stderr": perplexity * float(spread.sqrt() / counts.sum())} if n > 1 else {}),
             "tokens": int(counts.sum()),
             "windows": n,
         }

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from threading import Lock, get_ident
+from threading import Lock, current_thread
 
 from nibblelm.errors import DeviceError, NibbleLMError, RequestError
 from nibblelm.runner import Runner
@@ -22,7 +22,7 @@ class Loan:
 
     def __init__(self) -> None:
         self.runner: Runner | None = None
-        self.thread = get_ident()
+        self.thread = current_thread()  # the one that reads; not its number, which a later thread may have
 
     def __enter__(self) -> "Loan":
         return self
@@ -74,7 +74,7 @@ class RunnerPool:
             self.runners += idle
         if not idle:
             return None
-        runner = max(idle, key=lambda one: (one.shared_prefix(ids), min(len(one.history), slots)))
+        runner = max(idle, key=lambda one: self._worth(one, slots, ids))
         try:
             runner.reserve(slots)
         except DeviceError:
@@ -82,3 +82,8 @@ class RunnerPool:
                 other.release()
             runner.reserve(slots)
         return runner
+
+    @staticmethod
+    def _worth(one: Runner, slots: int, ids: Sequence[int]) -> tuple[int, int, int]:
+        """Most of the start of `ids`, then the most room, then what it knows is least: a chat may go on."""
+        return one.shared_prefix(ids), min(len(one.history), slots), -len(one.history[0]) if one.history else 0

@@ -50,8 +50,10 @@ struct LargeBuffers {
 };
 
 LargePlan plan_large_here(const LinearWeight& w, int planes, int m, bool mma_sync) {
-  return plan_large(w, planes, m, device_attribute(cudaDevAttrMultiProcessorCount), compiled_architecture(),
-                    compiled_architecture() == 90 && !mma_sync);
+  const LargePlan plan = plan_large(w, planes, m, device_attribute(cudaDevAttrMultiProcessorCount),
+                                    compiled_architecture(), compiled_architecture() == 90 && !mma_sync);
+  const bool fits = plan.shared_bytes <= device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  return fits ? plan : LargePlan{};  // the code may be compiled for a card with more
 }
 
 // Whether eight activations are always one or two whole 16-byte words.

@@ -372,9 +372,8 @@ __device__ __forceinline__ void store_tile(const LargeArgs& g, int strip, int ro
     for (int i = 0; i < 2; ++i) {
       if (i == 1 && a.swiglu) return;
       const uint32_t word = transpose_8x8(words[i]);
-      if (row + lane / 4 >= g.rows) continue;
       bf16* const y = static_cast<bf16*>(a.y) + (row + lane / 4) * a.y_stride + strip * outputs + i * 8 + lane % 4 * 2;
-      *reinterpret_cast<uint32_t*>(y) = word;
+      if (row + lane / 4 < g.rows) *reinterpret_cast<uint32_t*>(y) = word;
     }
     return;
   }

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nibblelm.cli.options import add_activations_argument, positive
+from nibblelm.cli.options import add_activations_argument, positive, shown_perplexity
 
 HELP = "measure perplexity, and how far a converted model is from its source"
 _CTX = 512
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         f"protocol         windows of {p['ctx']} positions {p['stride']} tokens apart, {start}: {figures['windows']} "
         f"windows, {figures['tokens']} tokens predicted"
     )
-    print(f"perplexity       {figures['ppl']:.4f} ± {figures['ppl_stderr']:.4f}")
+    print(f"perplexity       {shown_perplexity(figures)}")
     if args.against:
         bits = p["against_activations"]
         print(f"against          {args.against}, activations {bits} bits, perplexity {figures['against_ppl']:.4f}")

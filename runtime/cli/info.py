@@ -4,6 +4,8 @@ import argparse
 import json
 from typing import Any
 
+from nibblelm.cli.options import shown_perplexity
+
 HELP = "print architecture, context, bits per weight and memory of a model"
 
 
@@ -59,7 +61,7 @@ def _record_lines(record: dict[str, Any]) -> list[str]:
         )
     for text, figures in record.get("evaluations", {}).items():
         against = f", KL {figures['kl_mean']:.3g} to {figures['against']}" if figures.get("against") else ""
-        lines.append(f"evaluated        {text}: perplexity {figures['ppl']:.4f} ± {figures['ppl_stderr']:.4f}{against}")
+        lines.append(f"evaluated        {text}: perplexity {shown_perplexity(figures)}{against}")
     for text, figures in record.get("activation_rounding", {}).items():
         lines.append(
             f"activations      {text}: KL {figures['kl_mean']:.3g} of 8 bits to 16 ({figures['protocol']['device']}), "

@@ -3,7 +3,8 @@
 import argparse
 import resource
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nibblelm.engine import LLM, GenerationOutput
@@ -107,3 +108,9 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def shown_perplexity(figures: Mapping[str, Any]) -> str:
+    """Perplexity and, where it is known, its standard error, for a line of text."""
+    error = f" ± {figures['ppl_stderr']:.4f}" if "ppl_stderr" in figures else " (one window: no standard error)"
+    return f"{figures['ppl']:.4f}{error}"

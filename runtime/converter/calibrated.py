@@ -71,7 +71,7 @@ class Calibrated:
 
 
 def _checked(moments: Moments, modules: list[str]) -> Moments:
-    if not moments.second.isfinite().all():
+    if not (moments.second.isfinite().all() and moments.drift.isfinite().all()):
         raise ConvertError(f"the inputs of {modules[0]} overflow fp32 on the calibration text; use method mse")
     return moments
 

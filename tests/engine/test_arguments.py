@@ -112,3 +112,9 @@ def test_more_threads_than_cores_are_capped_with_one_warning(count: int, llm: LL
     assert [str(w.message).split(";")[0] for w in caught] == [f"{count} threads were asked for"]
     assert _cpu.threads() == _cpu.usable_cores()
     assert many.generate("Once", GREEDY).token_ids == llm.generate("Once", GREEDY).token_ids
+
+
+@pytest.mark.parametrize("prompt", [{"a": 1}, b"abc", [True, False], [[True]]])
+def test_what_only_looks_like_ids_is_refused(prompt: Any, llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"supported|integers"):
+        llm.generate(prompt, GREEDY)

@@ -174,3 +174,24 @@ def test_a_device_with_room_for_two_caches(llm: LLM, monkeypatch: pytest.MonkeyP
     assert [ids_of(stream) for stream in streams] == [ids[1:] for ids in want]
     thread.join(30)
     assert got == want
+
+
+def test_a_stream_that_is_handed_on_does_not_count_for_the_thread_that_made_it(llm: LLM) -> None:
+    """Threads end and their numbers come back: a new one that holds no stream waits, and gets its text."""
+    want, streams = llm.generate("A", GREEDY).token_ids, []
+
+    def start() -> None:
+        stream = llm.stream("A", GREEDY)
+        streams.append((next(stream).token_id, stream))
+
+    for _ in range(MAX_CALLS):
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(llm.generate("A", GREEDY).token_ids))
+    waiting.start()
+    for first, stream in streams:
+        assert [i for i in [first, *ids_of(stream)] if i is not None] == want
+    waiting.join(timeout=60)
+    assert found == [want]

@@ -168,3 +168,14 @@ def test_what_cannot_be_measured_is_refused(data_dir, tmp_path):
         ("--text", str(tmp_path / "missing.txt")),
     ):
         assert main(["eval", str(source), *more]) == 1
+
+
+def test_one_window_has_no_standard_error(data_dir, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("Once upon a time there was a dog.")
+    command = ["eval", str(data_dir / "checkpoints" / "stories260K"), "--text", str(tmp_path / "text.txt")]
+    assert main([*command, "--json", "--device", "cpu"]) == 0
+    figures = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert figures["windows"] == 1
+    assert "ppl_stderr" not in figures
+    assert main([*command, "--device", "cpu"]) == 0
+    assert "no standard error" in capsys.readouterr().out
