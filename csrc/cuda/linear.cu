@@ -42,8 +42,8 @@ struct LargeBuffers {
 
   LargeBuffers(const LargePlan& p, int planes) {
     scales = p.tiles_bytes();
-    sums = scales + static_cast<int64_t>(p.slices) * p.padded_rows() * 4;
-    totals = sums + static_cast<int64_t>(p.slices) * planes * p.padded_rows() * 4;
+    sums = scales + static_cast<int64_t>(p.slices()) * p.padded_rows() * 4;
+    totals = sums + static_cast<int64_t>(p.slices()) * planes * p.padded_rows() * 4;
     partials = totals + static_cast<int64_t>(p.padded_rows()) * 4;
     bytes = partials + p.partial_bytes();
   }

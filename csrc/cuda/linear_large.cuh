@@ -1,10 +1,14 @@
-// The kernel of linear for more than 16 rows of x: tiles of 128 or 256 rows of W by `Rows` rows of x, weights unpacked
+// The kernel of linear for more than 16 rows of x: tiles of 128 to 256 rows of W by `Rows` rows of x, weights unpacked
 // in registers, sums exact within a slice of K (or a group) and added as the decode kernel adds them.
 //
 // W is the operand that comes from registers, x the one in shared memory, so that 17 rows of x are padded to 32 and not
 // to 64. Every warp has a strip of 16 rows of W, whose stages it copies to a ring of its own; the tile of x they share
-// comes in stages of 128 bytes a column (128 digits, or 64 halves), of which the warp that is the last to leave one
-// asks for the next. A tile's K may be shared out over blocks by whole slices, whose sums a second kernel adds.
+// comes in stages of 128 bytes a column (128 digits, or 64 halves). One or two stages are a chunk, of which the warp
+// that is the last to leave it asks for the next.
+//
+// Many tiles: the blocks share out their slices evenly, and a tile between two blocks is begun by the first and
+// finished by the second, in the same order of sums. Few tiles: several blocks take slices of one, whose sums a second
+// kernel adds.
 #pragma once
 
 #include "barrier.cuh"
@@ -14,6 +18,27 @@
 #include "wgmma.cuh"
 
 namespace nibblelm::cuda {
+
+// ---- sums that wait --------------------------------------------------------------------------------------------
+
+// Sums that wait, of one strip by 8 rows of x, four floats a lane: of slice or block `slot` in all.
+__device__ __forceinline__ float4* partial_at(const LargeArgs& g, int slot, int t, int strip, int lane) {
+  const int64_t at = static_cast<int64_t>(slot) * (g.p.rows / 8) + t;
+  return reinterpret_cast<float4*>(g.partials) + (at * g.p.strips + strip) * kWarp + lane;
+}
+
+// Whether block `block` has handed on what its warp `warp` has begun.
+__device__ __forceinline__ int* handed_at(const LargeArgs& g, int block, int warp) {
+  return reinterpret_cast<int*>(partial_at(g, g.p.blocks, 0, 0, 0)) + block * g.p.strips + warp;
+}
+
+__device__ __forceinline__ void raise_flag(int* flag) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(flag), "r"(1) : "memory");
+}
+__device__ __forceinline__ void wait_for_flag(const int* flag) {
+  int now{0};
+  while (now == 0) asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(flag) : "memory");
+}
 
 // ---- rows of x as tiles ---------------------------------------------------------------------------------------
 
@@ -59,6 +84,9 @@ __global__ void __launch_bounds__(kDecodeThreads) linear_tiles_kernel(const __gr
   __shared__ RowScratch<D> scratch;
   prepare_to_memory<F, Grouped, D>(g.a, WarpShare(g.a, 0, g.a.plan.slices_log), scratch,
                                    TileRow<F, Grouped, D>{g, static_cast<int>(blockIdx.x)}, stage);
+  if (blockIdx.x == 0 && g.p.shared > 0) {
+    for (int i = threadIdx.x; i < g.p.blocks * g.p.strips; i += kDecodeThreads) *handed_at(g, 0, i) = 0;
+  }
 }
 
 // ---- the ring of stages ----------------------------------------------------------------------------------------
@@ -73,28 +101,58 @@ __device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Of what the kernel is compiled for.
-template <WeightFormat F, bool Grouped, int D, int Rows>
+// Of what the kernel is compiled for. Keeps: totals of slices; where there are two forms one does, one does not.
+template <WeightFormat F, bool Grouped, int D, int Rows, bool Keeps>
 struct LargeShape {
-  static constexpr int kWarps{large_warps(F)};
-  static constexpr LargeLayout kLayout{large_layout(F, D, Grouped, Rows, kArchitecture == 0 ? 90 : kArchitecture)};
+  static constexpr int kWarps{large_warps(F, D, Grouped, Rows, Keeps)};
+  static constexpr bool kTwoForms{kWarps != large_warps(F, D, Grouped, Rows, !Keeps)};
+  static constexpr LargeLayout kLayout{
+      large_layout(F, D, Grouped, Rows, kWarps, kArchitecture == 0 ? 90 : kArchitecture)};
   static constexpr int kRing{kLayout.ring < 2 ? 2 : kLayout.ring};  // where less fits the launcher takes another one
   static constexpr int kStripBytes{large_strip_bytes(F)};
+  static constexpr int kChunk{large_chunk(F, D, Grouped, Rows)};
   static constexpr int kStepStages{kStepK * Format<F>::kPlaneBytes / 128};
 };
 
-// What one block computes at a time: a tile, in the slices [first_slice, last_slice).
-struct LargeWork {
-  int first_strip, token_tile, part, first_slice, last_slice;
+// Slices of the shared tiles that are a block's, counted over all of them; one thread divides for all.
+struct LargeShare {
+  int begin, end;
 
-  __device__ __forceinline__ LargeWork(const LargeArgs& g, int index) {
-    const LargePlan& p = g.p;
-    const int tile = index / p.parts;
-    part = index % p.parts;
-    first_strip = tile / p.token_tiles * p.strips;
-    token_tile = tile % p.token_tiles;
-    first_slice = part * p.slices / p.parts;
-    last_slice = (part + 1) * p.slices / p.parts;
+  __device__ __forceinline__ explicit LargeShare(const LargePlan& p) {
+    const int slices = p.shared << p.slices_log, blocks = gridDim.x;
+    begin = static_cast<int>(blockIdx.x) * slices / blocks;
+    end = (static_cast<int>(blockIdx.x) + 1) * slices / blocks;
+  }
+};
+
+// What one block computes at a time: slices [first_slice, last_slice) of a tile. Where tiles are shared out evenly, a
+// block begins with the first slices of a tile, which the next block goes on with at its very end, so that it does not
+// wait.
+struct LargeWork {
+  bool valid{false};
+  int token_tile, first_strip, tile, first_slice{0}, last_slice;
+
+  // The block's work number i, from 0 on; share: the shared address of its LargeShare.
+  __device__ __forceinline__ LargeWork(const LargePlan& p, uint32_t share, int i) {
+    const int block = blockIdx.x, log = p.slices_log, all = 1 << log;
+    const int begin = load_shared<int>(share), end = load_shared<int>(share + 4), head = end & (all - 1);
+    const int index = block + (head > 0 ? i - 1 : i) * static_cast<int>(gridDim.x);
+    last_slice = all, tile = 0;
+    if (index < 0) {
+      valid = true, tile = end >> log, last_slice = head;
+    } else if (index < p.work) {
+      const int part = index & ((1 << p.parts_log) - 1), step = log - p.parts_log;
+      valid = true, tile = p.shared + (index >> p.parts_log), first_slice = part << step,
+      last_slice = (part + 1) << step;
+    } else if (p.shared > 0) {
+      const int whole = (head > 0 ? i - 1 : i) - p.rounds;
+      tile = ((begin + all - 1) >> log) + whole, valid = tile < end >> log;
+      if (!valid && tile == end >> log && (begin & (all - 1)) > 0) {
+        valid = true, tile = begin >> log, first_slice = begin & (all - 1);
+      }
+    }
+    const int row_tile = p.token_tiles == 1 ? tile : __umulhi(tile, p.token_magic);
+    token_tile = tile - row_tile * p.token_tiles, first_strip = row_tile * p.strips;
   }
   // Of this warp; beyond the last strip that one again, not stored.
   __device__ __forceinline__ int strip(const LargeArgs& g) const {
@@ -102,46 +160,61 @@ struct LargeWork {
   }
 };
 
-// The stage a ring ahead of what a block computes. All warps have the same.
+// The chunk a ring ahead of what a block computes. All warps have the same.
 template <WeightFormat F, class Shape>
 struct LargeAhead {
-  int index;            // of the work
-  int left;             // stages of it; 0 behind the last one
-  int tile;             // number of the stage's tile of x
-  const uint8_t* from;  // this lane's weights of integer formats
-  int strip, column;    // of full ones
+  int index;              // of the block's work
+  int slice, last_slice;  // of it
+  int left;               // stages of the slice; 0 behind the last one of all
+  int tile;               // number of the chunk's first tile of x
+  const uint8_t* from;    // this lane's weights of integer formats
+  int strip, column;      // of full ones
 
-  __device__ __forceinline__ void set(const LargeArgs& g, int work, int lane) {
+  __device__ __forceinline__ void set(const LargeArgs& g, uint32_t share, int work, int lane) {
     index = work, left = 0;
-    if (index >= g.p.work) return;
-    const LargeWork w(g, index);
-    const int log = g.a.plan.slices_log, first = slice_begin(w.first_slice, log, g.a.steps) * Shape::kStepStages;
-    left = slice_begin(w.last_slice, log, g.a.steps) * Shape::kStepStages - first;
+    const LargeWork w(g.p, share, index);
+    if (!w.valid) return;
+    slice = w.first_slice, last_slice = w.last_slice;
+    const int first = stages_before(g.a, slice);
+    left = stages_before(g.a, slice + 1) - first;
     tile = w.token_tile * g.p.stages + first;
     strip = w.strip(g), column = first * 128 + lane % 8 * 16;
     from = g.a.data + (static_cast<int64_t>(strip) * g.a.steps + first) * Shape::kStripBytes + lane * 16;
   }
-  __device__ __forceinline__ void next(const LargeArgs& g, int lane) {
+  static __device__ __forceinline__ int stages_before(const DecodeArgs& a, int slice) {
+    return slice_begin(slice, a.plan.slices_log, a.steps) * Shape::kStepStages;
+  }
+  __device__ __forceinline__ int stages() const { return min(left, Shape::kChunk); }
+  __device__ __forceinline__ void next(const LargeArgs& g, uint32_t share, int lane) {
     if (left == 0) return;
-    ++tile, column += 128;
-    if (--left == 0) set(g, index + gridDim.x, lane);
+    const int stages = this->stages();
+    tile += stages, column += stages * 128;
+    if ((left -= stages) > 0) return;
+    if (++slice < last_slice) {
+      left = stages_before(g.a, slice + 1) - stages_before(g.a, slice);
+    } else {
+      set(g, share, index + 1, lane);
+    }
   }
 
   // Asks for the strip's weights (to: a shared address); a group of copies, if an empty one.
   __device__ __forceinline__ void copy_weights(const LargeArgs& g, uint32_t to, int lane) {
-    const DecodeArgs& a = g.a;
-    if (left > 0) {
+#pragma unroll
+    for (int stage = 0; stage < Shape::kChunk; ++stage, to += Shape::kStripBytes) {
+      if (stage >= left) continue;
+      const DecodeArgs& a = g.a;
       if constexpr (Format<F>::kInteger) {
 #pragma unroll
         for (int i = 0; i < Shape::kStripBytes / 512; ++i) copy_async_16(to + lane * 16 + i * 512, from + i * 512);
         from += Shape::kStripBytes;
       } else {  // 8 lanes to the 128 bytes of a row, odd rows with their halves swapped; rows beyond N repeat the last
-        const bool there = column < a.pitch_bytes;
+        const int here = column + stage * 128;
+        const bool there = here < a.pitch_bytes;
         const uint32_t at = to + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
 #pragma unroll
         for (int i = 0; i < kStripRows / 4; ++i) {
           const int64_t row = min(strip * kStripRows + 4 * i + lane / 8, a.n - 1);
-          copy_async_16_or_zeros(at + i * 512, a.data + row * a.pitch_bytes + (there ? column : 0), there);
+          copy_async_16_or_zeros(at + i * 512, a.data + row * a.pitch_bytes + (there ? here : 0), there);
         }
       }
     }
@@ -149,17 +222,27 @@ struct LargeAhead {
   }
 };
 
-// Asks for a tile of x, by lane 0, or where there are no bulk copies by all lanes; arrives at `barrier`.
-__device__ __forceinline__ void copy_tile(const LargeArgs& g, int tile, uint32_t to, uint32_t barrier, int lane) {
+// Asks for `count` tiles of x, by lane 0, or where there are no bulk copies by all lanes; arrives at `barrier`.
+template <class Shape>
+__device__ __forceinline__ void copy_tiles(const LargeArgs& g, int tile, int count, uint32_t to, uint32_t barrier,
+                                           int lane) {
+  constexpr int kStep{Shape::kLayout.tile_bytes};
   const uint8_t* const from = g.tiles + static_cast<int64_t>(tile) * g.p.tile_bytes;
   if constexpr (kArchitecture >= 90) {
     if (lane == 0) {
-      barrier_arrive_expect(barrier, g.p.tile_bytes);
-      copy_bulk(to, from, g.p.tile_bytes, barrier);
+      barrier_arrive_expect(barrier, count * g.p.tile_bytes);
+#pragma unroll
+      for (int i = 0; i < Shape::kChunk; ++i) {
+        if (i < count) copy_bulk(to + i * kStep, from + i * g.p.tile_bytes, g.p.tile_bytes, barrier);
+      }
     }
   } else {
+    for (int i = 0; i < count; ++i) {
 #pragma unroll 4
-    for (int at = lane * 16; at < g.p.tile_bytes; at += kWarp * 16) copy_async_16(to + at, from + at);
+      for (int at = lane * 16; at < g.p.tile_bytes; at += kWarp * 16) {
+        copy_async_16(to + i * kStep + at, from + i * g.p.tile_bytes + at);
+      }
+    }
     barrier_arrive_copies(barrier);
   }
 }
@@ -196,24 +279,44 @@ struct SpreadRows {
   // For this lane's two rows of x in tile t of 8.
   __device__ __forceinline__ float2 of_tile(int t, int lane) const {
     const int from = t % 8 * 4 + lane % 4;
-    const float2 own = kPieces == 1 || t < 8 ? value[0] : value[kPieces - 1];
+    const float2 own = value[t / 8];
     return make_float2(__shfl_sync(kAllLanes, own.x, from), __shfl_sync(kAllLanes, own.y, from));
   }
 };
 
 // Sums of a strip by `Rows` rows of x in D planes. Element e of a tile of 8 rows of x: row e / 2 of the lane's two rows
 // of W, column e % 2 of its two rows of x.
-template <WeightFormat F, bool Grouped, int D, int Rows>
+template <WeightFormat F, bool Grouped, int D, int Rows, bool Keeps>
 struct LargeTile {
   static constexpr int kTiles{Rows / 8};
-  typename Format<F>::Accumulator acc[D * kTiles][4];
+  // Over a group: its high digits, then on top of them the low ones, where both together would take too many registers.
+  static constexpr int kPasses{Grouped && D == 2 && Rows >= 64 ? 2 : 1};
+  static constexpr int kSums{D / kPasses * kTiles};
+  typename Format<F>::Accumulator acc[kSums][4];
   float sum[Grouped ? kTiles : 1][4];  // of the groups so far in this slice
+  float total[Keeps ? kTiles : 1][4];  // of the slices so far
 
   static constexpr int kHeld{2};  // tiles whose terms are asked for together
 
+  __device__ __forceinline__ void begin_slice() {
+    if constexpr (Grouped) {
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t) sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0.0f;
+    }
+  }
+
+  // Between the passes.
+  __device__ __forceinline__ void shift_digits() {
+#pragma unroll
+    for (int t = 0; t < kSums; ++t) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[t][e] *= 256;
+    }
+  }
+
   // Adds the scaled sums of a group. digits_at: of this lane's rows of x, a shared address.
   template <bool Minimum>
-  __device__ __forceinline__ void end_group(const RowTerms (&rows)[2], uint32_t digits_at, bool first) {
+  __device__ __forceinline__ void end_group(const RowTerms (&rows)[2], uint32_t digits_at) {
 #pragma unroll
     for (int t0 = 0; t0 < kTiles; t0 += kHeld) {
       uint2 digits[kHeld][kGroupWords<D>];
@@ -225,63 +328,58 @@ struct LargeTile {
 #pragma unroll
       for (int i = 0; i < kHeld * 4; ++i) {
         const int t = t0 + i / 4, e = i % 4;
-        const float before = first ? 0.0f : sum[t][e];
-        int raws[D], own[D];
-#pragma unroll
-        for (int d = 0; d < D; ++d) raws[d] = acc[d * kTiles + t][e];
+        int own[kGroupWords<D>];
 #pragma unroll
         for (int d = 0; d < kGroupWords<D>; ++d) {
           own[d] = static_cast<int>(e % 2 == 0 ? digits[i / 4][d].x : digits[i / 4][d].y);
         }
         if constexpr (D == 2) {
-          sum[t][e] = add_group(before, rows[e / 2], raws[0], raws[1], own[0], Minimum);
+          const int raw = kPasses == 2 ? acc[t][e] : acc[t][e] * 256 + acc[kSums - kTiles + t][e];
+          sum[t][e] = add_group(sum[t][e], rows[e / 2], raw, own[0], Minimum);
         } else {
-          sum[t][e] = before + scale_group<D>(raws, own, rows[e / 2], Minimum);
+          int raws[D];
+#pragma unroll
+          for (int d = 0; d < D; ++d) raws[d] = acc[d * kTiles + t][e];
+          sum[t][e] += scale_group<D>(raws, own, rows[e / 2], Minimum);
         }
       }
     }
   }
 
-  // Adds the sums of a slice to those of the slices before it, at `totals` (a shared address). Whole: two digits fit
-  // int32 together, whose value join_digits rounds.
+  // What tile t's sums of a slice come to, over the slice's scale. Whole: two digits fit int32 together, whose value
+  // join_digits rounds.
   template <bool Whole>
-  __device__ __forceinline__ void add_slice(const SpreadRows<Rows>& scales, uint32_t totals, int lane) const {
-    constexpr int kStep{LargeShape<F, Grouped, D, Rows>::kWarps * kWarp * 16};
+  __device__ __forceinline__ float4 slice_sums(int t) const {
+    float value[4];
 #pragma unroll
-    for (int t0 = 0; t0 < kTiles; t0 += kHeld) {
-      float2 scale[kHeld];
-      float4 total[kHeld];
+    for (int e = 0; e < 4; ++e) {
+      if constexpr (Grouped) {
+        value[e] = sum[t][e];
+      } else if constexpr (Whole) {
+        value[e] = static_cast<float>(acc[t][e] * 256 + acc[kTiles + t][e]);
+      } else if constexpr (Format<F>::kInteger) {
+        int raws[D];
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        total[i] = load_shared<float4>(totals + (t0 + i) * kStep);
-        scale[i] = scales.of_tile(t0 + i, lane);
+        for (int d = 0; d < D; ++d) raws[d] = acc[d * kTiles + t][e];
+        value[e] = join_digits<D>(raws);
+      } else {
+        value[e] = 0.0f;  // the smallest terms first
+#pragma unroll
+        for (int d = D - 1; d >= 0; --d) value[e] += acc[d * kTiles + t][e];
       }
+    }
+    return make_float4(value[0], value[1], value[2], value[3]);
+  }
+
+  // Adds the sums of a slice to those of the slices before it.
+  template <bool Whole>
+  __device__ __forceinline__ void add_slice(const SpreadRows<Rows>& scales, int lane) {
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
-        const int t = t0 + i;
-        float value[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if constexpr (Grouped) {
-            value[e] = sum[t][e];
-          } else if constexpr (Whole) {
-            value[e] = static_cast<float>(acc[t][e] * 256 + acc[kTiles + t][e]);
-          } else if constexpr (Format<F>::kInteger) {
-            int raws[D];
-#pragma unroll
-            for (int d = 0; d < D; ++d) raws[d] = acc[d * kTiles + t][e];
-            value[e] = join_digits<D>(raws);
-          } else {
-            value[e] = 0.0f;  // the smallest terms first
-#pragma unroll
-            for (int d = D - 1; d >= 0; --d) value[e] += acc[d * kTiles + t][e];
-          }
-        }
-        total[i].x = fmaf(value[0], scale[i].x, total[i].x), total[i].y = fmaf(value[1], scale[i].y, total[i].y);
-        total[i].z = fmaf(value[2], scale[i].x, total[i].z), total[i].w = fmaf(value[3], scale[i].y, total[i].w);
-      }
-#pragma unroll
-      for (int i = 0; i < kHeld; ++i) store_shared(totals + (t0 + i) * kStep, total[i]);
+    for (int t = 0; t < kTiles; ++t) {
+      const float2 scale = scales.of_tile(t, lane);
+      const float4 value = slice_sums<Whole>(t);
+      total[t][0] = fmaf(value.x, scale.x, total[t][0]), total[t][1] = fmaf(value.y, scale.y, total[t][1]);
+      total[t][2] = fmaf(value.z, scale.x, total[t][2]), total[t][3] = fmaf(value.w, scale.y, total[t][3]);
     }
   }
 };
@@ -382,14 +480,7 @@ __device__ __forceinline__ void store_tile(const LargeArgs& g, int strip, int ro
   if (m + 1 < g.rows) store_rows(a, strip, lane, m + 1, value[1], value[3]);
 }
 
-// Sums of one strip by 8 rows of x, four floats a lane, in one slot of the partials. `strip`: counted in the tile.
-__device__ __forceinline__ float4* partial_at(const LargeArgs& g, int tile, int slot, int t, int strip, int lane) {
-  const int64_t at = (static_cast<int64_t>(tile) * g.p.slots() + slot) * (g.p.rows / 8) + t;
-  return reinterpret_cast<float4*>(g.partials) + (at * g.p.strips + strip) * kWarp + lane;
-}
-
-// Adds the slices of tiles whose K was shared out: slot 0 has those of the first part, the others one each, over its
-// scale.
+// Adds the slices of tiles whose K was shared out.
 template <WeightFormat F, bool Grouped>
 __global__ void __launch_bounds__(512) linear_merge_kernel(const __grid_constant__ LargeArgs g) {
   constexpr bool kPerRow{Format<F>::kInteger && !Grouped};
@@ -398,23 +489,22 @@ __global__ void __launch_bounds__(512) linear_merge_kernel(const __grid_constant
   const int tile = blockIdx.x, t = blockIdx.y, lane = threadIdx.x % kWarp, in_tile = threadIdx.x / kWarp;
   const int strip = tile / g.p.token_tiles * g.p.strips + in_tile, row = tile % g.p.token_tiles * g.p.rows + t * 8;
   if (strip >= g.a.strips) return;
-  const int slots = g.p.slots(), first_slice = g.p.slices - slots;  // slot s has slice first_slice + s
   float4 part[kMaxSlices];
   float2 scale[kMaxSlices];
 #pragma unroll
   for (int s = 0; s < kMaxSlices; ++s) {
-    if (s >= slots) continue;
-    part[s] = *partial_at(g, tile, s, t, in_tile, lane);
-    scale[s] = *reinterpret_cast<const float2*>(g.scales + (first_slice + s) * g.p.padded_rows() + row + lane % 4 * 2);
+    if (s >= g.p.slices()) continue;
+    part[s] = *partial_at(g, tile * g.p.slices() + s, t, in_tile, lane);
+    scale[s] = *reinterpret_cast<const float2*>(g.scales + s * g.p.padded_rows() + row + lane % 4 * 2);
   }
   RowTerms rows[2]{};
   if constexpr (kPerRow) read_row_terms<F>(g.a, strip, lane, rows);
   float bias[2];
   load_bias(g.a, strip, lane, bias);
-  float4 sum = part[0];
+  float4 sum{};
 #pragma unroll
-  for (int s = 1; s < kMaxSlices; ++s) {
-    if (s >= slots) continue;
+  for (int s = 0; s < kMaxSlices; ++s) {
+    if (s >= g.p.slices()) continue;
     sum.x = fmaf(part[s].x, scale[s].x, sum.x), sum.y = fmaf(part[s].y, scale[s].y, sum.y);
     sum.z = fmaf(part[s].z, scale[s].x, sum.z), sum.w = fmaf(part[s].w, scale[s].y, sum.w);
   }
@@ -446,50 +536,57 @@ struct SimpleTerms {
   }
 };
 
-template <WeightFormat F, Groups G, int D, int Rows, bool Wgmma>
-__global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows>::kWarps* kWarp, 1)
+template <WeightFormat F, Groups G, int D, int Rows, bool Keeps, bool Wgmma>
+__global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keeps>::kWarps* kWarp, 1)
     linear_large_kernel(const __grid_constant__ LargeArgs g) {
   constexpr bool kGrouped{G != Groups::none};
   using Fmt = Format<F>;
-  using Shape = LargeShape<F, kGrouped, D, Rows>;
-  using Tile = LargeTile<F, kGrouped, D, Rows>;
-  constexpr int kWarps{Shape::kWarps}, kRing{Shape::kRing}, kStripBytes{Shape::kStripBytes};
-  constexpr int kSlotBytes{Shape::kLayout.slot_bytes}, kTileStep{kWarps * kWarp * 16};
+  using Shape = LargeShape<F, kGrouped, D, Rows, Keeps>;
+  using Tile = LargeTile<F, kGrouped, D, Rows, Keeps>;
+  constexpr int kWarps{Shape::kWarps}, kRing{Shape::kRing}, kChunk{Shape::kChunk};
+  constexpr int kTileBytes{Shape::kLayout.tile_bytes}, kStripBytes{Shape::kStripBytes};
   extern __shared__ __align__(1024) uint8_t shared[];
   const LargePlan& p = g.p;
   const DecodeArgs& a = g.a;
   const int lane = keep(static_cast<int>(threadIdx.x % kWarp)), warp = threadIdx.x / kWarp;
-  const uint32_t base = shared_address(shared), full = base + Shape::kLayout.barriers_at, left = full + kRing * 8;
-  const uint32_t weights = keep(base + Shape::kLayout.weights_at + warp * kRing * kStripBytes);
+  const uint32_t base = shared_address(shared), full = base + Shape::kLayout.barriers_at, share = full + kRing * 8,
+                 left = share + 8;
+  const uint32_t weights = keep(base + Shape::kLayout.weights_at + warp * kRing * kChunk * kStripBytes);
   if (threadIdx.x < kRing) {
     barrier_init(full + threadIdx.x * 8, kTileArrivals);
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(left + threadIdx.x * 4), "r"(0) : "memory");
     barrier_init_fence();
   }
+  if (threadIdx.x == 0) {
+    const LargeShare own(p);
+    asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(share), "r"(own.begin), "r"(own.end) : "memory");
+  }
+  __syncthreads();
   LargeAhead<F, Shape> ahead;
-  ahead.set(g, blockIdx.x, lane);
+  ahead.set(g, share, 0, lane);
   LargeAhead<F, Shape> first_tiles = ahead;
 #pragma unroll 1
   for (int i = 0; i < kRing; ++i) {  // weights: the step does not change them
-    ahead.copy_weights(g, weights + i * kStripBytes, lane);
-    ahead.next(g, lane);
+    ahead.copy_weights(g, weights + i * kChunk * kStripBytes, lane);
+    ahead.next(g, share, lane);
   }
-  __syncthreads();
   dependency_wait();
   dependency_release();
   if (warp == 0) {
 #pragma unroll 1
     for (int i = 0; i < kRing && first_tiles.left > 0; ++i) {
-      copy_tile(g, first_tiles.tile, base + i * kSlotBytes, full + i * 8, lane);
-      first_tiles.next(g, lane);
+      copy_tiles<Shape>(g, first_tiles.tile, first_tiles.stages(), base + i * kChunk * kTileBytes, full + i * 8, lane);
+      first_tiles.next(g, share, lane);
     }
   }
 
   const RecordForm<F> form(a);
   const int group_shift = kGrouped ? a.group_shift : 0;
+  // Whether the sums of every slice wait for another kernel.
+  const bool apart = !Keeps || (!Shape::kTwoForms && p.parts() > 1);
   int slot{0}, parity{0};
-  int held{-1}, due{-1};  // the slot whose products are still under way, and the tile that comes there
-  uint32_t before{0};     // warps that had left it
+  int held{-1}, due{0}, due_count{0};  // the slot whose products may be under way, and the tiles that come there
+  uint32_t before{0};                  // warps that had left it
   const auto release = [&] {
     if constexpr (!Wgmma) __syncwarp();
     if (held >= 0) before = leave<kWarps>(left + held * 4, lane);
@@ -497,54 +594,57 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows>::kWa
   const auto refill = [&] {
     if (held < 0) return;
     if constexpr (kArchitecture < 90) before = __shfl_sync(kAllLanes, before, 0);
-    if (before == kWarps - 1 && due >= 0) copy_tile(g, due, base + held * kSlotBytes, full + held * 8, lane);
+    if (before == kWarps - 1 && due_count > 0) {
+      copy_tiles<Shape>(g, due, due_count, base + held * kChunk * kTileBytes, full + held * 8, lane);
+    }
     held = -1;
   };
+  // The warpgroups begin one after another, so that the sums of one meet the products of others.
+  if (kGrouped && warp >= 4) __nanosleep(warp / 4 * 600);
 #pragma unroll 1
-  for (int index = blockIdx.x; index < p.work; index += gridDim.x) {
-    const LargeWork w(g, index);
+  for (int i_work = 0;; ++i_work) {
+    const LargeWork w(p, share, i_work);
+    if (!w.valid) break;
+    const int token = w.token_tile * Rows, strip = w.first_strip + warp;
     int begin = slice_begin(w.first_slice, a.plan.slices_log, a.steps);
+    Tile tile;
+    if constexpr (Keeps) {
+      if (!apart && w.first_slice > 0 && strip < a.strips) {  // what the block before this one has begun
+        wait_for_flag(handed_at(g, blockIdx.x - 1, warp));
+#pragma unroll
+        for (int t = 0; t < Tile::kTiles; ++t) {
+          const float4 sum = __ldcg(partial_at(g, blockIdx.x - 1, t, warp, lane));
+          tile.total[t][0] = sum.x, tile.total[t][1] = sum.y, tile.total[t][2] = sum.z, tile.total[t][3] = sum.w;
+        }
+      } else {
+#pragma unroll
+        for (int t = 0; t < Tile::kTiles; ++t) {
+          tile.total[t][0] = tile.total[t][1] = tile.total[t][2] = tile.total[t][3] = 0.0f;
+        }
+      }
+    }
 #pragma unroll 1
     for (int slice = w.first_slice; slice < w.last_slice; ++slice) {
       const int end = slice_begin(slice + 1, a.plan.slices_log, a.steps), steps = end - begin,
                 stages = steps * Shape::kStepStages;
-      Tile tile;
-      SimpleTerms<F> simple_terms;
-      const uint8_t* record = nullptr;  // of the next group
+      const SpreadRows<Rows> scales(g.scales + slice * p.padded_rows() + token, lane);
+      SimpleTerms<F> terms{};           // of the next group
+      const uint8_t* record = nullptr;  // and what comes behind it
       if constexpr (kGrouped) {
         const int group = begin * kStepK >> group_shift;
         record = a.records + (static_cast<int64_t>(w.strip(g)) * a.groups + group) * a.record_bytes;
+        if constexpr (G == Groups::simple) terms.read(form, record, lane);
       }
-      bool add_to{false}, first_group{true};  // to the sums of the slice, or of the group
-#pragma unroll 1
-      for (int stage = 0; stage < stages; ++stage) {
-        const uint32_t x = base + slot * kSlotBytes, codes = weights + slot * kStripBytes;
-        uint32_t digits = x + D * Rows * 128 + lane % 4 * 8;  // sums of the next group's
-        const auto end_group = [&] {
-          if constexpr (kGrouped) {
-            RowTerms rows[2]{};
-            if constexpr (G == Groups::simple) {
-              simple_terms.rows(form, rows);
-            } else {
-              read_record<F>(form, lane / 4, rows,
-                             [&]<class T>(int at) { return __ldg(reinterpret_cast<const T*>(record + at)); });
-              record += a.record_bytes;
-            }
-            if constexpr (Wgmma) wgmma_commit(), wgmma_wait<0>();
-            G == Groups::any&& form.has_minimum() ? tile.template end_group<true>(rows, digits, first_group)
-                                                  : tile.template end_group<false>(rows, digits, first_group);
-            first_group = false, add_to = false;
-            digits += kGroupWords<D> * Rows * 4;
-          }
-        };
+      bool add_to{false};  // to the sums of the slice, or of the group
+      tile.begin_slice();
+      int stage{0};
+      const auto multiply_stage = [&]<bool First>(uint32_t x, uint32_t codes) {
+        [[maybe_unused]] const SimpleTerms<F> own = terms;
         if constexpr (G == Groups::simple) {
-          simple_terms.read(form, record, lane);
-          record += a.record_bytes;
+          if (stage + 1 < stages) record += a.record_bytes;
+          terms.read(form, record, lane);
         }
-        copy_async_wait<kRing - 1>();
-        if constexpr (!Fmt::kInteger) __syncwarp();  // other lanes copied part of what this one reads
-        barrier_wait(full + slot * 8, parity);
-        const uint64_t descriptor = Wgmma ? wgmma_descriptor(x) : 0;
+        [[maybe_unused]] const uint64_t descriptor = Wgmma ? wgmma_descriptor(x) : 0;
         uint32_t words[2][2][4];
         {
           // Nibbles are read before the wait, into registers of their own; what is not unpacked is read where products
@@ -553,77 +653,123 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows>::kWa
           if constexpr (Wgmma && F != WeightFormat::int4) wgmma_wait<0>();
           pieces[0].read(codes, 0, lane), pieces[1].read(codes, 1, lane);
           if constexpr (Wgmma && F == WeightFormat::int4) wgmma_wait<0>();
-          release();  // the stage before
+          if constexpr (First) release();  // the chunk before
           pieces[0].unpack(words[0]), pieces[1].unpack(words[1]);
         }
         if constexpr (Wgmma) wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {  // products of 32 bytes of every column
+        // By product i, 32 bytes of every column, of the planes of a pass.
+        const auto multiply = [&](int i, int pass) {
+          constexpr int kPassBytes{D / Tile::kPasses * Rows * 128};
           if constexpr (!Wgmma) {
-            multiply_sync<F>(tile.acc, words[i / 2][i % 2], x, i, add_to, lane);
+            multiply_sync<F>(tile.acc, words[i / 2][i % 2], x + pass * kPassBytes, i, add_to, lane);
           } else if constexpr (Fmt::kInteger) {
-            wgmma(tile.acc, words[i / 2][i % 2], descriptor + i * 2, add_to);
+            wgmma(tile.acc, words[i / 2][i % 2], descriptor + i * 2 + pass * (kPassBytes / 16), add_to);
           } else {
             wgmma<F == WeightFormat::f16>(tile.acc, words[i / 2][i % 2], descriptor + i * 2, add_to);
           }
           add_to = true;
-          if (G == Groups::simple ? i == 3
-                                  : kGrouped && (group_shift == 5 || (i % 2 == 1 && (group_shift == 6 || i == 3)))) {
-            end_group();
-            if (Wgmma && i < 3) wgmma_fence();
+        };
+        if constexpr (!kGrouped) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) multiply(i, 0);
+          if constexpr (Wgmma) wgmma_commit();
+          if constexpr (First) refill();
+        } else {
+          uint32_t digits = x + D * Rows * 128 + lane % 4 * 8;  // sums of the next group's
+          const auto groups_of = [&]<int Products>() {
+#pragma unroll
+            for (int first = 0; first < 4; first += Products) {
+              add_to = false;
+#pragma unroll
+              for (int pass = 0; pass < Tile::kPasses; ++pass) {
+                if (Wgmma && pass + first > 0) wgmma_fence();
+#pragma unroll
+                for (int i = first; i < first + Products; ++i) multiply(i, pass);
+                if constexpr (Wgmma) wgmma_commit();
+                if constexpr (Wgmma) wgmma_wait<0>();
+                if (pass + 1 < Tile::kPasses) tile.shift_digits();
+              }
+              RowTerms rows[2]{};
+              if constexpr (G == Groups::simple) {
+                own.rows(form, rows);
+              } else {
+                read_record<F>(form, lane / 4, rows,
+                               [&]<class T>(int at) { return __ldg(reinterpret_cast<const T*>(record + at)); });
+                record += a.record_bytes;
+              }
+              G == Groups::any&& form.has_minimum() ? tile.template end_group<true>(rows, digits)
+                                                    : tile.template end_group<false>(rows, digits);
+              digits += kGroupWords<D> * Rows * 4;
+            }
+          };
+          if constexpr (G == Groups::simple) {
+            groups_of.template operator()<4>();
+          } else {
+            group_shift == 5   ? groups_of.template operator()<1>()
+            : group_shift == 6 ? groups_of.template operator()<2>()
+                               : groups_of.template operator()<4>();
           }
         }
-        if constexpr (Wgmma) wgmma_commit();
-        refill();
+        if constexpr (kGrouped && First) refill();
+        ++stage;
+      };
+#pragma unroll 1
+      while (stage < stages) {
+        const uint32_t x = base + slot * kChunk * kTileBytes, codes = weights + slot * kChunk * kStripBytes;
+        copy_async_wait<kRing - 1>();
+        if constexpr (!Fmt::kInteger) __syncwarp();  // other lanes copied part of what this one reads
+        barrier_wait(full + slot * 8, parity);
+        multiply_stage.template operator()<true>(x, codes);
+        if constexpr (kChunk == 2) {
+          if (stage < stages) multiply_stage.template operator()<false>(x + kTileBytes, codes + kStripBytes);
+        }
         if constexpr (!Fmt::kInteger) __syncwarp();  // all have read the slot
+        held = slot, due = ahead.tile, due_count = ahead.stages();
         ahead.copy_weights(g, codes, lane);
-        due = ahead.left > 0 ? ahead.tile : -1, held = slot;
-        ahead.next(g, lane);
+        ahead.next(g, share, lane);
         if (++slot == kRing) slot = 0, parity ^= 1;
       }
       begin = end;
-      // The slices of the first part are added here, those of others elsewhere.
-      const bool apart = w.part > 0, done = apart || slice == w.last_slice - 1;
-      SpreadRows<Rows> scales(g.scales + slice * p.padded_rows() + w.token_tile * Rows, lane);
-      const uint32_t totals = base + Shape::kLayout.totals_at + threadIdx.x * 16;
-      if (slice == w.first_slice || apart) {
-#pragma unroll
-        for (int t = 0; t < Tile::kTiles; ++t)
-          store_shared(totals + t * kTileStep, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
-      }
       if constexpr (Wgmma) wgmma_wait<0>();
       release();
       refill();
-      if (apart) {
-#pragma unroll
-        for (float2& scale : scales.value) scale = make_float2(1.0f, 1.0f);
-      }
       // Two digits of int4 codes fit int32 together in up to 4,096 columns.
       constexpr bool kMayBeWhole{F == WeightFormat::int4 && !kGrouped && D == 2};
-      if (kMayBeWhole && steps * kStepK <= 4096) {
-        tile.template add_slice<kMayBeWhole>(scales, totals, lane);
-      } else {
-        tile.template add_slice<false>(scales, totals, lane);
+      const bool whole = kMayBeWhole && steps * kStepK <= 4096;
+      if (apart) {
+        if (strip >= a.strips) continue;
+#pragma unroll
+        for (int t = 0; t < Tile::kTiles; ++t) {
+          *partial_at(g, w.tile * p.slices() + slice, t, warp, lane) =
+              whole ? tile.template slice_sums<kMayBeWhole>(t) : tile.template slice_sums<false>(t);
+        }
+      } else if constexpr (Keeps) {
+        whole ? tile.template add_slice<kMayBeWhole>(scales, lane) : tile.template add_slice<false>(scales, lane);
       }
-      const int strip = w.first_strip + warp;
-      if (!done || strip >= a.strips) continue;
+    }
+    if constexpr (Keeps) {
+      if (apart || strip >= a.strips) continue;
+      if (w.last_slice < p.slices()) {
+#pragma unroll
+        for (int t = 0; t < Tile::kTiles; ++t) {
+          const float (&sum)[4] = tile.total[t];
+          *partial_at(g, blockIdx.x, t, warp, lane) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        }
+        __syncwarp();
+        if (lane == 0) raise_flag(handed_at(g, blockIdx.x, warp));
+        continue;
+      }
       constexpr bool kPerRow{Fmt::kInteger && !kGrouped};
       RowTerms rows[2]{};
-      if constexpr (kPerRow) {
-        read_row_terms<F>(a, strip, lane, rows);
-        scales = SpreadRows<Rows>(g.totals + w.token_tile * Rows, lane);  // the sums of the rows of x
-      }
+      if constexpr (kPerRow) read_row_terms<F>(a, strip, lane, rows);
+      const SpreadRows<Rows> sums((kPerRow ? g.totals : g.scales) + token, lane);  // of the rows of x
       float bias[2];
       load_bias(a, strip, lane, bias);
-#pragma unroll 1
+#pragma unroll
       for (int t = 0; t < Tile::kTiles; ++t) {
-        const float4 sum = load_shared<float4>(totals + t * kTileStep);
-        const float2 x = scales.of_tile(t, lane);
-        if (p.parts > 1) {
-          *partial_at(g, index / p.parts, p.slot_of(slice), t, warp, lane) = sum;
-        } else {
-          store_tile<kPerRow>(g, strip, w.token_tile * Rows + t * 8, sum, rows, x, bias, lane);
-        }
+        const float (&sum)[4] = tile.total[t];
+        store_tile<kPerRow>(g, strip, token + t * 8, make_float4(sum[0], sum[1], sum[2], sum[3]), rows,
+                            sums.of_tile(t, lane), bias, lane);
       }
     }
   }
@@ -631,23 +777,28 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows>::kWa
 
 // ---- launcher --------------------------------------------------------------------------------------------------
 
-template <WeightFormat F, Groups G, int D, int Rows>
+template <WeightFormat F, Groups G, int D, int Rows, bool Keeps>
 void launch_large(const LargeArgs& g, const Launch& launch, const std::string& what) {
-  const auto kernel = g.p.wgmma ? linear_large_kernel<F, G, D, Rows, true> : linear_large_kernel<F, G, D, Rows, false>;
-  launch_kernel(
-      launch, [&] { return what; }, kernel, dim3(std::min(g.p.work, g.p.most_blocks)), dim3(g.p.strips * kWarp),
-      g.p.shared_bytes, g);
+  const auto kernel =
+      g.p.wgmma ? linear_large_kernel<F, G, D, Rows, Keeps, true> : linear_large_kernel<F, G, D, Rows, Keeps, false>;
+  launch_kernel(launch, [&] { return what; }, kernel, dim3(g.p.blocks), dim3(g.p.strips * kWarp), g.p.shared_bytes, g);
 }
 
 template <WeightFormat F, bool Grouped, int D, int Rows>
 void launch_large(const LargeArgs& g, const Launch& launch, const std::string& what) {
   const DecodeArgs& a = g.a;
+  const auto launch_groups = [&]<Groups G>() {
+    if constexpr (large_warps(F, D, Grouped, Rows, true) != large_warps(F, D, Grouped, Rows, false)) {
+      if (g.p.parts() > 1) return launch_large<F, G, D, Rows, false>(g, launch, what);
+    }
+    launch_large<F, G, D, Rows, true>(g, launch, what);
+  };
   if constexpr (!Grouped) {
-    launch_large<F, Groups::none, D, Rows>(g, launch, what);
+    launch_groups.template operator()<Groups::none>();
   } else if (a.group_shift == 7 && a.scale_dtype != DType::f32 && !a.has_minimum) {
-    launch_large<F, Groups::simple, D, Rows>(g, launch, what);
+    launch_groups.template operator()<Groups::simple>();
   } else {
-    launch_large<F, Groups::any, D, Rows>(g, launch, what);
+    launch_groups.template operator()<Groups::any>();
   }
 }
 
@@ -655,15 +806,19 @@ template <WeightFormat F>
 void launch_large_format(const LargeArgs& g, int planes, const Launch& launch, const std::string& what) {
   const auto text = [&] { return what; };
   with_planes<F>(planes, g.a.group_shift > 0, [&]<bool Grouped, int D>() {
-    constexpr int kFew{large_rows(F, D, Grouped, 1)}, kMany{large_rows(F, D, Grouped, 1 << 20)};
-    if constexpr (kFew > 0) {
+    if constexpr (large_compiled(F, D, Grouped, 64) || large_compiled(F, D, Grouped, 32)) {
       launch_kernel(launch, text, linear_tiles_kernel<F, Grouped, D>, dim3(g.rows), dim3(kDecodeThreads),
                     stage_row_bytes<F, D>(g.a), g);
-      g.p.rows == kFew ? launch_large<F, Grouped, D, kFew>(g, launch, what)
-                       : launch_large<F, Grouped, D, kMany>(g, launch, what);
     }
-    if (g.p.slots() > 1) {
-      launch_kernel(launch, text, linear_merge_kernel<F, Grouped>, dim3(g.p.row_tiles * g.p.token_tiles, g.p.rows / 8),
+    const auto launch_rows = [&]<int Rows>() {
+      if constexpr (large_compiled(F, D, Grouped, Rows)) {
+        if (g.p.rows == Rows) launch_large<F, Grouped, D, Rows>(g, launch, what);
+      }
+    };
+    launch_rows.template operator()<32>(), launch_rows.template operator()<64>();
+    launch_rows.template operator()<128>();
+    if (g.p.parts() > 1) {
+      launch_kernel(launch, text, linear_merge_kernel<F, Grouped>, dim3(g.p.tiles(), g.p.rows / 8),
                     dim3(g.p.strips * kWarp), 0, g);
     }
   });

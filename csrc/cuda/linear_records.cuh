@@ -106,10 +106,9 @@ struct RowBits {
   }
 };
 
-// Adds a group's share to `before`: its sums of codes x digits, high and low, fit int32 together; `digits`: their sum.
-__device__ __forceinline__ float add_group(float before, const RowTerms& row, int high, int low, int digits,
-                                           bool has_minimum) {
-  const float sum = fmaf(row.scale, static_cast<float>(high * 256 + low - row.zero * digits), before);
+// Adds a group's share to `before`: raw, its sum of codes x two digits, fits int32; `digits`: the digits' sum.
+__device__ __forceinline__ float add_group(float before, const RowTerms& row, int raw, int digits, bool has_minimum) {
+  const float sum = fmaf(row.scale, static_cast<float>(raw - row.zero * digits), before);
   return has_minimum ? fmaf(row.minimum, static_cast<float>(digits), sum) : sum;
 }
 

@@ -93,7 +93,7 @@ struct Tile {
   }
 
   __device__ __forceinline__ void add_whole(int t, int h, int j, const RowTerms& row, int digits, bool has_minimum) {
-    sum[t][h][j] = add_group(sum[t][h][j], row, raw(t, 0, h, j), raw(t, 1, h, j), digits, has_minimum);
+    sum[t][h][j] = add_group(sum[t][h][j], row, raw(t, 0, h, j) * 256 + raw(t, 1, h, j), digits, has_minimum);
   }
 };
 

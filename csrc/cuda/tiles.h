@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "linear.h"
@@ -210,19 +211,23 @@ inline DecodePlan plan_decode(const LinearWeight& w, int planes, int m, bool ali
 
 constexpr int kLargeChunk{2048};  // rows of x a launch takes: their digits stay in L2
 
-// Rows of x in a tile of the large kernel, which is compiled for the values that 1 and very many rows give; 0: none.
-// Two planes of 64 rows are 128 columns, the width at which the tensor cores of sm_90 run at their rate.
-constexpr int large_rows(WeightFormat format, int planes, bool grouped, int m) {
-  if (format == WeightFormat::int4 || format == WeightFormat::int8) {
-    return planes == 3 || (planes == 2 && m <= 32) ? 32 : planes == 2 || grouped || m <= 64 ? 64 : 128;
-  }
-  return format == WeightFormat::f32 || planes > 1 ? 0 : m <= 64 ? 64 : 128;
+// Rows of x that a tile of the large kernel may have, and those it is compiled for: sums of more do not fit registers.
+constexpr int kLargeRows[]{32, 64, 128};
+constexpr bool large_compiled(WeightFormat format, int planes, bool grouped, int rows) {
+  if (format == WeightFormat::f32 || rows < 32) return false;
+  if (format != WeightFormat::int4 && format != WeightFormat::int8) return planes == 1 && (rows == 64 || rows == 128);
+  if (planes == 3) return rows == 32;
+  if (planes == 2) return rows <= (grouped ? 64 : 128);
+  return rows == 64 || (rows == 128 && !grouped);
 }
 
-// Warps of a block, each with a strip of W: sixteen hide each other's latencies and halve the traffic of x; eight leave
-// shared memory for the stages of halves.
-constexpr int large_warps(WeightFormat format) {
-  return format == WeightFormat::int4 || format == WeightFormat::int8 ? 16 : 8;
+// Warps of a block, each with a strip of W: sixteen hide each other's latencies and halve the traffic of x, if the sums
+// of their tiles fit the registers (two digits of a group take one sum), with the totals of slices if it keeps those;
+// eight leave shared memory for the stages of halves.
+constexpr int large_warps(WeightFormat format, int planes, bool grouped, int rows, bool keeps_totals) {
+  if (format != WeightFormat::int4 && format != WeightFormat::int8) return 8;
+  const int sums = ((grouped && planes == 2 ? 1 : planes) + grouped + keeps_totals) * rows / 2;
+  return sums <= 80 ? 16 : sums <= 112 ? 12 : 8;
 }
 
 // Bytes of weights a stage of a strip takes, and of a tile of x: its columns and, where `sums` is not 0, the digit sums
@@ -233,23 +238,27 @@ constexpr int large_tile_bytes(int planes, int rows, int group_size) {
   return planes * rows * 128 + sums;
 }
 
-// Where things are in the shared memory of the kernel, which has as many stages as fit beside the sums of slices on
-// cards for which the code is compiled.
+// Stages of one slice that are waited for, left and asked for together: two where they leave room for others.
+constexpr int large_chunk(WeightFormat format, int planes, bool grouped, int rows) {
+  return format == WeightFormat::int8 || grouped || planes * rows > 128 ? 1 : 2;
+}
+
+// Where things are in the shared memory of the kernel, which has as many chunks as fit on cards for which the code is
+// compiled.
 struct LargeLayout {
-  int ring, slot_bytes, weights_at, totals_at, barriers_at, bytes;
+  int ring, tile_bytes, weights_at, barriers_at, bytes;
 };
-constexpr LargeLayout large_layout(WeightFormat format, int planes, bool grouped, int rows, int architecture) {
-  const int capacity = (small_shared_memory(architecture) ? 99 : architecture < 90 ? 163 : 227) * 1024;
-  const int warps = large_warps(format), totals = warps * 32 * rows * 2, most = 8;
+constexpr LargeLayout large_layout(WeightFormat format, int planes, bool grouped, int rows, int warps,
+                                   int architecture) {
+  const int capacity = (small_shared_memory(architecture) ? 99 : architecture < 90 ? 163 : 227) * 1024, most = 8;
   LargeLayout p{};
-  p.slot_bytes = (large_tile_bytes(planes, rows, grouped ? 32 : 0) + 1023) / 1024 * 1024;
-  const int stage = p.slot_bytes + warps * large_strip_bytes(format);
-  p.ring = (capacity - totals - most * 12) / stage;
+  p.tile_bytes = (large_tile_bytes(planes, rows, grouped ? 32 : 0) + 1023) / 1024 * 1024;
+  const int chunk = large_chunk(format, planes, grouped, rows) * (p.tile_bytes + warps * large_strip_bytes(format));
+  p.ring = (capacity - most * 12 - 8) / chunk;
   if (p.ring > most) p.ring = most;
-  p.weights_at = p.ring * p.slot_bytes;
-  p.totals_at = p.ring * stage;
-  p.barriers_at = p.totals_at + totals;
-  p.bytes = p.barriers_at + p.ring * 12;
+  p.weights_at = p.ring * large_chunk(format, planes, grouped, rows) * p.tile_bytes;
+  p.barriers_at = p.ring * chunk;
+  p.bytes = p.barriers_at + p.ring * 12 + 8;
   return p;
 }
 
@@ -257,65 +266,78 @@ struct LargePlan {
   int rows;    // of x in a tile
   int strips;  // of W, one a warp
   int row_tiles, token_tiles;
-  int parts;  // that share a tile's K, by whole slices
-  int work;   // row_tiles x token_tiles x parts
-  int slices;
+  uint32_t token_magic;       // n * token_magic >> 32 is n / token_tiles where there are several
+  int slices_log, parts_log;  // parts share a tile's K, by whole slices; with several every slice's sums are kept apart
+  int shared;  // the first tiles, whose slices are shared out evenly over the blocks; 0 with several parts
+  int work;    // tiles beyond those, x parts
+  int rounds;  // of all blocks together, where tiles are shared
   bool wgmma;  // else mma.sync
   bool paired_stores;
   int stages;      // of K: 128 bytes of every column
   int tile_bytes;  // a stage of a tile of x
   int shared_bytes;
-  int most_blocks;
+  int blocks;
 
   NIBBLELM_HOST_DEVICE int padded_rows() const { return token_tiles * rows; }
-  // Sums of a tile that another kernel adds: those of the first part's slices together, and of every other slice.
-  NIBBLELM_HOST_DEVICE int slots() const { return parts == 1 ? 1 : slices - slices / parts + 1; }
-  NIBBLELM_HOST_DEVICE int slot_of(int slice) const { return slice < slices / parts ? 0 : slice - slices / parts + 1; }
+  NIBBLELM_HOST_DEVICE int slices() const { return 1 << slices_log; }
+  NIBBLELM_HOST_DEVICE int parts() const { return 1 << parts_log; }
+  NIBBLELM_HOST_DEVICE int tiles() const { return row_tiles * token_tiles; }
   int64_t tiles_bytes() const { return static_cast<int64_t>(token_tiles) * stages * tile_bytes; }
+  // Sums that wait: of every slice of every tile, or of what the blocks have begun and others go on with.
   int64_t partial_bytes() const {
-    return slots() == 1 ? 0 : static_cast<int64_t>(row_tiles) * token_tiles * slots() * rows * strips * 64;
+    const int64_t tile = static_cast<int64_t>(rows) * strips * 64;
+    return parts() > 1 ? tiles() * slices() * tile : shared > 0 ? blocks * (tile + strips * 4) : 0;
   }
 };
 
-// How many blocks should share a tile's K: microseconds of a wave, as measured on an H200, against those of adding.
-inline int large_parts(const LinearWeight& w, const LargePlan& p, int planes) {
-  const double rows = 16.0 * p.strips, products = rows * planes * p.rows * w.k / (w.integer() ? 7e6 : 3e6);
-  const double bytes = rows * w.k * w.bits() / 8 / 40e3, tile = std::max(products, bytes);
-  int best = 1;
-  double least = 1e30;
-  for (int parts = 1; parts <= p.slices; parts *= 2) {
-    const int waves = (p.row_tiles * p.token_tiles * parts + p.most_blocks - 1) / p.most_blocks;
-    double time = waves * tile / parts;
-    if (parts > 1) time += 2 + (p.slices - p.slices / parts + 1) * 2.0 * p.row_tiles * rows * p.padded_rows() * 4 / 3e6;
-    if (time < least) least = time, best = parts;
-  }
-  return best;
+// Microseconds a kernel takes beside other choices of its tiles, after what an H200 takes for per-row int4: a stage
+// that the tensor cores or their waits limit, the store of a tile, and where K is shared out the sums that wait.
+inline double large_time(const LargePlan& p, int planes, int multiprocessors) {
+  const double area = 16.0 * p.strips * planes * p.rows, tiles = p.tiles() << p.parts_log;
+  const double stage = std::max(0.56, 0.06 + 2.35e-5 * area), whole = stage * p.stages / p.parts();
+  if (p.parts_log == 0) return whole * std::max(tiles / multiprocessors, 1.0) + 4e-4 * area;
+  const double waiting = 8.0 * p.slices() * p.row_tiles * p.strips * 16 * p.padded_rows();
+  return whole * std::ceil(tiles / multiprocessors) + 4e-4 * area + 2 + waiting / 12e6;
 }
 
 // For m rows of x, at most kLargeChunk; `rows` is 0 where shared memory does not hold a tile.
 inline LargePlan plan_large(const LinearWeight& w, int planes, int m, int multiprocessors, int architecture,
                             bool wgmma) {
-  LargePlan p{};
   const bool grouped = w.integer() && w.group_size != 0;
-  for (const int most : {m, 1}) {
-    p.rows = large_rows(w.format, planes, grouped, most);
-    if (p.rows == 0) return p;
-    const LargeLayout layout = large_layout(w.format, planes, grouped, p.rows, architecture);
-    if (layout.ring < 2) continue;
-    p.strips = large_warps(w.format);
-    p.stages = w.steps() * (w.integer() ? 1 : 2);
-    p.tile_bytes = large_tile_bytes(planes, p.rows, grouped ? w.group_size : 0);
-    p.shared_bytes = layout.bytes;
-    p.row_tiles = (w.strips() + p.strips - 1) / p.strips;
-    p.token_tiles = (m + p.rows - 1) / p.rows;
-    p.slices = 1 << decode_slices_log(w.steps());
-    p.wgmma = wgmma;
-    p.most_blocks = multiprocessors;
-    p.parts = large_parts(w, p, planes);
-    p.work = p.row_tiles * p.token_tiles * p.parts;
-    return p;
+  LargePlan best{};
+  double least = 1e30;
+  const int slices_log = decode_slices_log(w.steps());
+  for (const int rows : kLargeRows) {
+    if (!large_compiled(w.format, planes, grouped, rows)) continue;
+    if (m <= best.rows) break;                   // which hold them all
+    if (planes * best.rows < 128) least = 1e30;  // narrower than the tensor cores like
+    for (int parts_log = 0; parts_log <= slices_log; ++parts_log) {
+      LargePlan p{};
+      const int warps = large_warps(w.format, planes, grouped, rows, parts_log == 0);
+      const LargeLayout layout = large_layout(w.format, planes, grouped, rows, warps, architecture);
+      if (layout.ring < 2) continue;
+      p.rows = rows;
+      p.strips = warps;
+      p.parts_log = parts_log;
+      p.slices_log = slices_log;
+      p.wgmma = wgmma;
+      p.stages = w.steps() * (w.integer() ? 1 : 2);
+      p.tile_bytes = large_tile_bytes(planes, rows, grouped ? w.group_size : 0);
+      p.shared_bytes = layout.bytes;
+      p.row_tiles = (w.strips() + warps - 1) / warps;
+      p.token_tiles = (m + rows - 1) / rows;
+      p.token_magic = static_cast<uint32_t>((int64_t{1} << 32) / p.token_tiles + 1);
+      const int tiles = p.tiles(), n = multiprocessors;
+      if (parts_log > 0 && tiles >= n) break;
+      // Whole rounds of tiles come in between: what is left, with one of the rounds, is shared out.
+      if (parts_log == 0 && tiles > n && tiles % n != 0) p.rounds = tiles / n - 1, p.shared = tiles - p.rounds * n;
+      p.work = (tiles - p.shared) << parts_log;
+      p.blocks = std::min(tiles << parts_log, n);
+      const double time = large_time(p, planes, n);
+      if (time < least) least = time, best = p;
+    }
   }
-  return LargePlan{};
+  return best;
 }
 
 }  // namespace nibblelm::cuda

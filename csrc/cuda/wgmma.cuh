@@ -42,17 +42,27 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared) {
   return shared >> 4 | kUnused | kColumnGroups | kSwizzle128;
 }
 
-// What an instruction's text and operands need for 32, 48 and 64 registers of sums.
+// What an instruction's text and operands need for 32, 48, 64 and 128 registers of sums.
 #define NIBBLELM_TEXT_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NIBBLELM_TEXT_32 NIBBLELM_TEXT_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NIBBLELM_TEXT_48 NIBBLELM_TEXT_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define NIBBLELM_TEXT_64 NIBBLELM_TEXT_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NIBBLELM_TEXT_96                                             \
+  NIBBLELM_TEXT_64                                                   \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define NIBBLELM_TEXT_128                                                        \
+  NIBBLELM_TEXT_96                                                               \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+  ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define NIBBLELM_SUMS_4(type, i) type(c[i][0]), type(c[i][1]), type(c[i][2]), type(c[i][3])
 #define NIBBLELM_SUMS_16(type, i) \
   NIBBLELM_SUMS_4(type, i), NIBBLELM_SUMS_4(type, i + 1), NIBBLELM_SUMS_4(type, i + 2), NIBBLELM_SUMS_4(type, i + 3)
 #define NIBBLELM_SUMS_32(type) NIBBLELM_SUMS_16(type, 0), NIBBLELM_SUMS_16(type, 4)
 #define NIBBLELM_SUMS_48(type) NIBBLELM_SUMS_32(type), NIBBLELM_SUMS_16(type, 8)
 #define NIBBLELM_SUMS_64(type) NIBBLELM_SUMS_48(type), NIBBLELM_SUMS_16(type, 12)
+#define NIBBLELM_SUMS_96(type) NIBBLELM_SUMS_64(type), NIBBLELM_SUMS_16(type, 16), NIBBLELM_SUMS_16(type, 20)
+#define NIBBLELM_SUMS_128(type) NIBBLELM_SUMS_96(type), NIBBLELM_SUMS_16(type, 24), NIBBLELM_SUMS_16(type, 28)
 #define NIBBLELM_WGMMA(shape, types, sums, a0, a1, a2, a3, b, add, rest, type)           \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" add                                  \
                ", 0;\n"                                                                  \
@@ -69,9 +79,11 @@ __device__ __forceinline__ void wgmma(int (&c)[Tiles][4], const uint32_t (&a)[4]
     NIBBLELM_WGMMA("m64n64k32", "s32.u8.s8", 32, "32", "33", "34", "35", "36", "37", "", "+r");
   } else if constexpr (Tiles == 12) {
     NIBBLELM_WGMMA("m64n96k32", "s32.u8.s8", 48, "48", "49", "50", "51", "52", "53", "", "+r");
-  } else {
-    static_assert(Tiles == 16);
+  } else if constexpr (Tiles == 16) {
     NIBBLELM_WGMMA("m64n128k32", "s32.u8.s8", 64, "64", "65", "66", "67", "68", "69", "", "+r");
+  } else {
+    static_assert(Tiles == 32);
+    NIBBLELM_WGMMA("m64n256k32", "s32.u8.s8", 128, "128", "129", "130", "131", "132", "133", "", "+r");
   }
 #endif
 }
