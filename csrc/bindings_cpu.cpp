@@ -12,6 +12,7 @@
 #include "cpu/program.h"
 #include "cpu/quantize.h"
 #include "cpu/team.h"
+#include "page.h"
 
 namespace py = pybind11;
 namespace {
@@ -154,8 +155,13 @@ void bind_layer_ops(py::module_& m) {
 void bind_attention(py::module_& m) {
   using nibblelm::KvCache;
   py::class_<KvCache>(m, "KvCache")
-      .def(py::init([](uintptr_t k, uintptr_t v, int64_t slots, int64_t heads, int64_t capacity, int64_t width,
-                       bool bf16) { return KvCache{pointer(k), pointer(v), slots, heads, capacity, width, bf16}; }));
+      .def(py::init([](uintptr_t k, uintptr_t v, uintptr_t tables, int64_t pages, int64_t slots, int64_t table_width,
+                       int64_t heads, int64_t width, bool bf16) {
+             return KvCache{pointer(k), pointer(v), pointer<int32_t>(tables), pages, slots, table_width, heads,
+                            width,      bf16};
+           }),
+           py::kw_only(), py::arg("k"), py::arg("v"), py::arg("tables"), py::arg("pages"), py::arg("slots"),
+           py::arg("table_width"), py::arg("heads"), py::arg("width"), py::arg("bf16"));
   m.def(
       "kv_append",
       [](uintptr_t k, uintptr_t v, const KvCache& cache, uintptr_t slots, uintptr_t positions, int64_t rows,
@@ -228,6 +234,7 @@ void bind_limits(py::module_& m) {
 
 PYBIND11_MODULE(_cpu, m) {
   m.doc() = "CPU kernels of NibbleLM";
+  m.attr("PAGE") = nibblelm::kPage;
   bind_quantize(m);
   bind_team(m);
   bind_panels(m);

@@ -1,5 +1,6 @@
-// The ops other than linear. Arguments come in the order of the launchers and structs of cuda/*.h, pointers as integers
-// (0 for null), dtypes as indices of `_cuda.DTYPES`; the last two of each are the stream and `programmatic`.
+// The ops other than linear. Arguments come in the order of the launchers and structs of cuda/*.h, or by name, pointers
+// as integers (0 for null), dtypes as indices of `_cuda.DTYPES`; the last two of each are the stream and
+// `programmatic`.
 #include <pybind11/pybind11.h>
 
 #include "cuda/activations.h"
@@ -40,36 +41,32 @@ void bind_norm(py::module_& m, const char* name, void (*launcher)(const NormArgs
 // Needs bind_rope() before it.
 void bind_attention(py::module_& m) {
   py::class_<AttentionArgs>(m, "AttentionArgs")
-      .def(py::init([](Address q, Address k, Address v, Address out, Address workspace, Address slots,
-                       Address positions, Address slopes, Address prefix, Address starts, Address mask, Int q_stride,
-                       Int mask_stride, Int rows, Int capacity, int mask_columns, int slot_count, int heads,
-                       int kv_heads, int head_dim, int window, float scale, float softcap, int dtype, int cache_dtype) {
-        return AttentionArgs{at(q),
-                             at(k),
-                             at(v),
-                             at(out),
-                             at<float>(workspace),
-                             at<std::int32_t>(slots),
-                             at<std::int32_t>(positions),
-                             at<float>(slopes),
-                             at<std::int32_t>(prefix),
-                             at<std::int32_t>(starts),
-                             at<float>(mask),
-                             q_stride,
-                             mask_stride,
-                             rows,
-                             capacity,
-                             mask_columns,
-                             slot_count,
-                             heads,
-                             kv_heads,
-                             head_dim,
-                             window,
-                             scale,
-                             softcap,
-                             type_of(dtype),
-                             type_of(cache_dtype)};
-      }));
+      .def(py::init([](Address q, Address out, const PagedCache& cache, Address slopes, Address prefix, Address starts,
+                       Address mask, Int q_stride, Int mask_stride, Int rows, int mask_columns, int heads, int window,
+                       float scale, float softcap, int dtype) {
+             return AttentionArgs{.q = at(q),
+                                  .out = at(out),
+                                  .workspace = nullptr,
+                                  .cache = cache,
+                                  .slopes = at<float>(slopes),
+                                  .prefix = at<std::int32_t>(prefix),
+                                  .starts = at<std::int32_t>(starts),
+                                  .mask = at<float>(mask),
+                                  .q_stride = q_stride,
+                                  .mask_stride = mask_stride,
+                                  .rows = rows,
+                                  .mask_columns = mask_columns,
+                                  .heads = heads,
+                                  .window = window,
+                                  .scale = scale,
+                                  .softcap = softcap,
+                                  .type = type_of(dtype)};
+           }),
+           py::kw_only(), py::arg("q"), py::arg("out"), py::arg("cache"), py::arg("slopes"), py::arg("prefix"),
+           py::arg("starts"), py::arg("mask"), py::arg("q_stride"), py::arg("mask_stride"), py::arg("rows"),
+           py::arg("mask_columns"), py::arg("heads"), py::arg("window"), py::arg("scale"), py::arg("softcap"),
+           py::arg("dtype"))
+      .def_property("workspace", nullptr, [](AttentionArgs& args, Address to) { args.workspace = at<float>(to); });
   m.def("attention_decode", [](const AttentionArgs& args, Address stream, bool programmatic) {
     attention_decode(args, {at(stream), programmatic});
   });
@@ -89,23 +86,34 @@ void bind_rope(py::module_& m) {
       .def(py::init([](Address positions, Address cos, Address sin, int half, int streams, bool interleaved) {
         return RopeTable{at<std::int32_t>(positions), at<float>(cos), at<float>(sin), half, streams, interleaved};
       }));
-  py::class_<CacheTarget>(m, "CacheTarget")
-      .def(py::init([](Address k, Address v, Address slots, Address positions, int slot_count, int kv_heads,
-                       Int capacity, int head_dim, int dtype) {
-        return CacheTarget{
-            at(k),    at(v),    at<std::int32_t>(slots), at<std::int32_t>(positions), slot_count, kv_heads,
-            capacity, head_dim, type_of(dtype)};
-      }));
+  py::class_<PagedCache>(m, "PagedCache")
+      .def(py::init([](Address k, Address v, Address tables, Address slots, Address positions, int pages,
+                       int slot_count, int table_width, int kv_heads, int head_dim, int dtype) {
+             return PagedCache{.k = at(k),
+                               .v = at(v),
+                               .tables = at<std::int32_t>(tables),
+                               .slots = at<std::int32_t>(slots),
+                               .positions = at<std::int32_t>(positions),
+                               .pages = pages,
+                               .slot_count = slot_count,
+                               .table_width = table_width,
+                               .kv_heads = kv_heads,
+                               .head_dim = head_dim,
+                               .dtype = type_of(dtype)};
+           }),
+           py::kw_only(), py::arg("k"), py::arg("v"), py::arg("tables"), py::arg("slots"), py::arg("positions"),
+           py::arg("pages"), py::arg("slot_count"), py::arg("table_width"), py::arg("kv_heads"), py::arg("head_dim"),
+           py::arg("dtype"));
   m.def("rope", [](Address x, Int stride, Int rows, int heads, int head_dim, const RopeTable& table, int dtype,
                    Address stream, bool programmatic) {
     rope(at(x), stride, rows, heads, head_dim, table, type_of(dtype), {at(stream), programmatic});
   });
-  m.def("kv_append", [](Address k, Address v, Int k_stride, Int v_stride, Int rows, const CacheTarget& cache, int dtype,
+  m.def("kv_append", [](Address k, Address v, Int k_stride, Int v_stride, Int rows, const PagedCache& cache, int dtype,
                         Address stream, bool programmatic) {
     kv_append(at(k), at(v), k_stride, v_stride, rows, cache, type_of(dtype), {at(stream), programmatic});
   });
   m.def("rope_append",
-        [](Address qkv, Int stride, Int rows, int heads, const RopeTable& table, const CacheTarget& cache,
+        [](Address qkv, Int stride, Int rows, int heads, const RopeTable& table, const PagedCache& cache,
            Address q_norm, Address k_norm, float eps, bool plus_one, int dtype, Address stream, bool programmatic) {
           rope_append(at(qkv), stride, rows, heads, table, cache, at<float>(q_norm), at<float>(k_norm), eps, plus_one,
                       type_of(dtype), {at(stream), programmatic});

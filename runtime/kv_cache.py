@@ -1,15 +1,23 @@
-"""Keys and values of past tokens: one (slots, kv heads, capacity, head_dim) buffer per layer for each."""
+"""Keys and values of past tokens: per layer two pools of pages, and for each sequence a table of its pages."""
+
+from collections.abc import Sequence
 
 import torch
 
 from nibblelm.memory import reserved
+from nibblelm.ops import PAGE
+
+NO_PAGE = -1
+"""The entry of a table where a sequence has no page."""
 
 
 class KVCache:
-    """Room for `capacity` positions of `slots` sequences.
+    """A pool of pages for `slots` sequences of up to `capacity` positions, rounded up to whole pages.
 
-    On the CPU the whole capacity is reserved address space, and memory is taken page by page as positions are
-    written, so a long context limit costs nothing until it is used. On CUDA it is allocated at once.
+    `keys[layer]` and `values[layer]` are (pages, kv heads, PAGE, head_dim); `tables` (slots, W) int32 says which page
+    has which positions of a slot (`nibblelm.ops`). Without `pages` there are enough for all slots, which have them in
+    their order; else no slot has any until `set_pages`. On the CPU the pool is reserved address space, and memory is
+    taken as pages are written, so a long context limit costs nothing until it is used. On CUDA it is allocated at once.
     """
 
     def __init__(
@@ -21,11 +29,36 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        pages: int | None = None,
     ) -> None:
-        shape = (slots, kv_heads, capacity, head_dim)
-        self.slots, self.capacity = slots, capacity
+        width = page_count(capacity)
+        self.slots, self.capacity, self.pages = slots, capacity, slots * width if pages is None else pages
+        shape = (self.pages, kv_heads, PAGE, head_dim)
         self.keys = [reserved(shape, dtype, device) for _ in range(layers)]
         self.values = [reserved(shape, dtype, device) for _ in range(layers)]
+        if pages is None:
+            self.tables = torch.arange(self.pages, dtype=torch.int32, device=device).view(slots, width)
+        else:
+            self.tables = torch.full((slots, width), NO_PAGE, dtype=torch.int32, device=device)
+
+    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """Give `slot` these pages for its positions from 0 on, in the device's order of work; it has no others.
+
+        Raises ValueError where there is no such page, or one too many for the slot.
+        """
+        width = self.tables.shape[1]
+        if len(pages) > width or any(not 0 <= page < self.pages for page in pages):
+            raise ValueError(
+                f"pages {list(pages)} for slot {slot}: a slot takes at most {width} of the pages 0 to {self.pages - 1}"
+            )
+        row = torch.tensor([*pages, *[NO_PAGE] * (width - len(pages))], dtype=torch.int32)
+        with torch.inference_mode():  # the tables may have been made in it
+            self.tables[slot].copy_(row)
+
+
+def page_count(positions: int) -> int:
+    """How many pages that many positions take."""
+    return -(-positions // PAGE)
 
 
 def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

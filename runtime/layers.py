@@ -8,9 +8,9 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.config import DecoderConfig
-from nibblelm.kv_cache import KVCache
+from nibblelm.kv_cache import KVCache, page_count
 from nibblelm.memory import reserved
-from nibblelm.ops.types import ActivationBits
+from nibblelm.ops.types import PAGE, ActivationBits
 from nibblelm.rope_scaling import tables
 from nibblelm.weights import PlanWeights, TensorSpec, Weights
 
@@ -150,15 +150,15 @@ class Rope:
     """The cos and sin tables that every layer shares, (positions, head_dim / 2) in fp32.
 
     On the CPU rows are computed when `reach` asks for them, at addresses that stay, so a long context limit costs
-    nothing until it is used; on CUDA all at once.
+    nothing until it is used; on CUDA all at once. There is one for every position of the cache's last page.
     """
 
     def __init__(self, config: DecoderConfig, positions: int, device: torch.device) -> None:
         self._config, self._made = config, 0
-        shape = (positions, config.head_dim // 2)
+        shape = (page_count(positions) * PAGE, config.head_dim // 2)
         self.cos, self.sin = (reserved(shape, torch.float32, device) for _ in range(2))
         if device.type != "cpu":
-            self.reach(positions)
+            self.reach(shape[0])
 
     def reach(self, positions: int) -> None:
         """Make rows for at least that many positions, as far as there is room."""
@@ -198,7 +198,7 @@ class Attention:
         """(M, (H + 2 Hkv) D), which is undefined afterwards -> (M, H D)."""
         qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
         keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
-        places = (step.positions, step.slots, self.rope.cos, self.rope.sin, keys, values)
+        places = (step.positions, step.slots, step.cache.tables, self.rope.cos, self.rope.sin, keys, values)
         norms = {"q_norm": self.q_norm, "k_norm": self.k_norm, "eps": self.eps}
         scale = self.head_dim**-0.5
         return ops.rope_attention(qkv, *places, scale, self.window, one_sequence=step.one_sequence, **norms)

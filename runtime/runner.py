@@ -11,10 +11,10 @@ from torch import Tensor
 from nibblelm import ops
 from nibblelm.config import DecoderConfig
 from nibblelm.errors import RequestError
-from nibblelm.kv_cache import KVCache, bytes_per_token
+from nibblelm.kv_cache import KVCache, bytes_per_token, page_count
 from nibblelm.layers import Rope, Step
 from nibblelm.memory import require_memory
-from nibblelm.ops import SamplingState
+from nibblelm.ops import PAGE, SamplingState
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
 """Tokens per prefill step, fixed so that a prompt is always cut in the same places."""
@@ -91,19 +91,31 @@ class Runner:
         if held and self.device.type == "cuda":
             torch.cuda.empty_cache()  # else torch keeps it, and the device does not count it as free
 
-    def reserve(self, slots: int) -> None:
+    def reserve(self, slots: int, pages: int | None = None) -> None:
         """Make room for at least `slots` sequences; a growth empties the cache.
 
+        Each slot has pages for `capacity` positions; or they share a pool of `pages`, handed out by `set_pages`.
         Raises DeviceError where the device's memory is too small, and leaves the runner without a cache.
         """
         if slots <= len(self.history):
             return
         self.release()
         c = self.model.config
-        size = slots * self.capacity * bytes_per_token(c.layers, c.kv_heads, c.head_dim, self.kv_dtype)
+        positions = PAGE * (slots * page_count(self.capacity) if pages is None else pages)
+        size = positions * bytes_per_token(c.layers, c.kv_heads, c.head_dim, self.kv_dtype)
         require_memory(self.device, "Choose a smaller context or fewer prompts at a time.", cache=size)
-        self.cache = KVCache(c.layers, slots, c.kv_heads, self.capacity, c.head_dim, self.kv_dtype, self.device)
+        shape = (c.layers, slots, c.kv_heads, self.capacity, c.head_dim)
+        self.cache = KVCache(*shape, self.kv_dtype, self.device, pages)
         self.history = [[] for _ in range(slots)]
+
+    @property
+    def tables(self) -> Tensor:
+        """The page table of every slot, (S, W) int32 on the device."""
+        return self.cache.tables
+
+    def set_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """`KVCache.set_pages`: before the step that uses them; one in flight is not disturbed."""
+        self.cache.set_pages(slot, pages)
 
     def shared_prefix(self, ids: Sequence[int], slot: int = 0) -> int:
         """How many leading ids the cache of `slot` holds; at least one of them is left to compute."""

@@ -2,20 +2,18 @@
 //
 // Positions are taken in blocks of 64 counted from position 0 and in splits of 512: within a split a running
 // (maximum, sum, output) triple is updated block by block, and the splits' triples are merged in order. So a query
-// row's arithmetic depends on nothing but its own position: not on the rows beside it, nor on the threads.
+// row's arithmetic depends on nothing but its own position: not on the rows beside it, nor on the threads, nor on
+// where in the cache its pages are. A block is a page.
 //
 // Each block's keys are transposed into scratch memory (lanes are positions, no horizontal sums) and met by all
 // query rows and heads that share them. Values are read as they lie (lanes are the head's width).
-#include <stdexcept>
-
-#include "cpu/kernels.h"
+#include "cpu/kv_cache.h"
 #include "cpu/team.h"
-#include "cpu/vec.h"
 
 namespace nibblelm::NIBBLE_ISA {
 namespace {
 
-constexpr int64_t kBlock{64};      // positions
+constexpr int64_t kBlock{kPage};   // positions
 constexpr int64_t kSplit{512};     // positions
 constexpr int64_t kQueries{16};    // tokens per work item
 constexpr int64_t kMostHeads{64};  // query heads taken together; if more share a kv head, in turns
@@ -291,9 +289,8 @@ template <typename T>
 void attend(const AttentionArgs& a, int64_t token, int64_t kv_head, int64_t from, int64_t to, Row* rows, int64_t count,
             const Scratch& scratch) {
   const KvCache& c = a.cache;
-  const int64_t padded = pad(c.width), head = (a.slots[token] * c.heads + kv_head) * c.capacity * c.width;
-  const T *keys = static_cast<const T*>(c.k) + head, *values = static_cast<const T*>(c.v) + head;
-  int64_t first = c.capacity, end = 0;
+  const int64_t padded = pad(c.width);
+  int64_t first = INT64_MAX, end = 0;
   for (int64_t r = 0; r < count; ++r) {
     first = min(first, rows[r].first);
     end = max(end, rows[r].end);
@@ -313,8 +310,9 @@ void attend(const AttentionArgs& a, int64_t token, int64_t kv_head, int64_t from
       }
       if (n == 0) continue;
       const int64_t present = min(kBlock, end - p);
-      stage_keys(keys + p * c.width, present, c.width, scratch.keys);
-      const float* staged = stage_values(values + p * c.width, present, c.width, scratch.values);
+      const int64_t at = cache_row(c, a.slots[token], kv_head, p);
+      stage_keys(static_cast<const T*>(c.k) + at, present, c.width, scratch.keys);
+      const float* staged = stage_values(static_cast<const T*>(c.v) + at, present, c.width, scratch.values);
       attend_rows<kBlockRows>(seeing, n, scratch, staged, p, c.width, a.scale);
     }
     for (int64_t r = 0; r < count; ++r) merge_split(rows[r], padded);
@@ -417,11 +415,9 @@ void run(const AttentionArgs& a, const Plan& plan) {
 void attention(const AttentionArgs& args) {
   int64_t last = 0;
   for (int64_t m = 0; m < args.m; ++m) {
-    const int32_t position = args.positions[m], slot = args.slots[m];
-    if (position < 0 || position >= args.cache.capacity || slot < 0 || slot >= args.cache.slots) {
-      throw std::invalid_argument("attention: a slot or position is outside the cache");
-    }
-    last = max(last, int64_t{position});
+    const int64_t position = args.positions[m], unseen = args.window > 0 ? position + 1 - args.window : 0;
+    require_rows(args.cache, args.slots[m], min(max(unseen, 0), position), position);
+    last = max(last, position);
   }
   const Plan plan = plan_for(args, last);
   args.cache.bf16 ? run<uint16_t>(args, plan) : run<float>(args, plan);

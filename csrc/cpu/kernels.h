@@ -46,8 +46,9 @@ struct RopeArgs {
 };
 
 struct KvCache {
-  void *k, *v;  // (slots, heads, capacity, width), contiguous
-  int64_t slots, heads, capacity, width;
+  void *k, *v;            // (pages, heads, kPage, width), contiguous
+  const int32_t* tables;  // (slots, table_width): the page of position p of slot s is [s][p / kPage]
+  int64_t pages, slots, table_width, heads, width;
   bool bf16;  // else fp32
 };
 
@@ -104,7 +105,7 @@ struct MultiplyArgs {
   double* products;  // how many byte products that was
 };
 
-// Ops that read ids, slots or positions throw std::invalid_argument when one is out of range.
+// Ops that read ids, slots, positions or tables throw std::invalid_argument when an entry is out of range.
 struct Kernels {
   int64_t (*quantize_range)(const QuantizeArgs&, int64_t begin, int64_t end, float* w);
   void (*quantized_linear)(const QuantizedLinearArgs&);

@@ -1,8 +1,5 @@
-#include <stdexcept>
-
-#include "cpu/kernels.h"
+#include "cpu/kv_cache.h"
 #include "cpu/team.h"
-#include "cpu/vec.h"
 
 namespace nibblelm::NIBBLE_ISA {
 namespace {
@@ -27,15 +24,11 @@ void write_head(const float* from, void* cache, int64_t at, int64_t width, bool 
 
 void kv_append(const KvAppendArgs& a) {
   const KvCache& c = a.cache;
-  for (int64_t m = 0; m < a.m; ++m) {
-    if (a.positions[m] < 0 || a.positions[m] >= c.capacity || a.slots[m] < 0 || a.slots[m] >= c.slots) {
-      throw std::invalid_argument("kv_append: a slot or position is outside the cache");
-    }
-  }
+  for (int64_t m = 0; m < a.m; ++m) require_rows(c, a.slots[m], a.positions[m], a.positions[m]);
   parallel_for(a.m, 1 + 32768 / (c.heads * c.width), [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; ++m) {
       for (int64_t head = 0; head < c.heads; ++head) {
-        const int64_t at = ((a.slots[m] * c.heads + head) * c.capacity + a.positions[m]) * c.width;
+        const int64_t at = cache_row(c, a.slots[m], head, a.positions[m]);
         write_head(a.k + m * a.k_stride + head * c.width, c.k, at, c.width, c.bf16);
         write_head(a.v + m * a.v_stride + head * c.width, c.v, at, c.width, c.bf16);
       }

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "attention.h"
+#include "paged_cache.cuh"
 #include "vector.cuh"
 
 namespace nibblelm::cuda {
@@ -12,6 +13,7 @@ constexpr float kLog2e{1.4426950408889634f};  // scores are kept times log2(e), 
 constexpr int kMinSpan{256};                  // positions of the shortest split: one wave of blocks at 8k on the H200
 constexpr int kMaxSplits{128};
 constexpr int kMaxArrivals{1 << 16};
+constexpr int64_t kMaxWorkspace{64 << 20};  // bytes; rows that would need more take several launches
 
 // Positions [first, end).
 struct Interval {
@@ -21,16 +23,16 @@ struct Interval {
 
 // Without prefix, starts and mask.
 __device__ __forceinline__ Interval attended_plain(const AttentionArgs& a, int slot, int position) {
-  if (slot < 0 || slot >= a.slot_count) return {0, 0};
-  const int end = max(0, min(position + 1, static_cast<int>(a.capacity)));
+  if (slot < 0 || slot >= a.cache.slot_count) return {0, 0};
+  const int end = max(0, min(position + 1, a.cache.capacity()));
   return {a.window > 0 ? min(max(0, position + 1 - a.window), end) : 0, end};
 }
 
 __device__ __forceinline__ Interval attended(const AttentionArgs& a, int64_t row, int slot, int position) {
-  if (slot < 0 || slot >= a.slot_count) return {0, 0};
+  if (slot < 0 || slot >= a.cache.slot_count) return {0, 0};
   int end = position + 1, first = 0;
   if (a.prefix != nullptr) end = max(end, a.prefix[row]);
-  end = min(end, static_cast<int>(a.capacity));
+  end = min(end, a.cache.capacity());
   if (a.mask != nullptr) end = min(end, a.mask_columns);
   if (a.window > 0) first = max(0, position + 1 - a.window);
   if (a.starts != nullptr) first = max(first, a.starts[slot]);
@@ -38,18 +40,13 @@ __device__ __forceinline__ Interval attended(const AttentionArgs& a, int64_t row
 }
 
 __device__ __forceinline__ Interval attended(const AttentionArgs& a, int64_t row) {
-  return attended(a, row, a.slots[row], a.positions[row]);
+  return attended(a, row, a.cache.slots[row], a.cache.positions[row]);
 }
 
 // 16 bytes to shared memory by cp.async, zeros where they are not wanted.
 __device__ __forceinline__ void copy_or_zero(uint32_t shared, const bf16* global, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0)
                : "memory");
-}
-
-__device__ __forceinline__ const void* cache_row(const void* cache, const AttentionArgs& a, int slot, int kv_head) {
-  const int64_t element = (static_cast<int64_t>(slot) * a.kv_heads + kv_head) * a.capacity * a.head_dim;
-  return static_cast<const char*>(cache) + element * (a.cache == DType::f32 ? 4 : 2);
 }
 
 // The score of q . k = `dot` at position p, times log2(e). Without options only the scale is applied.
@@ -82,15 +79,18 @@ __device__ __forceinline__ Splits splits_of(Interval range) {
 
 inline int max_splits(int64_t capacity) { return std::min(kMaxSplits, ceil_div(capacity, kMinSpan)); }
 
-// Workspace: outputs (rows, heads, splits, head_dim), then (maximum, sum) pairs (rows, heads, splits).
+// Workspace of a launch, whose grid has a row in z: outputs (rows, heads, splits, head_dim), then (maximum, sum) pairs
+// (rows, heads, splits).
 struct Partials {
   float* outputs;
   float2* statistics;
 
-  __device__ Partials(const AttentionArgs& a, int64_t row, int head, int splits)
-      : outputs(a.workspace + (row * a.heads + head) * splits * a.head_dim),
-        statistics(reinterpret_cast<float2*>(a.workspace + a.rows * a.heads * splits * a.head_dim) +
-                   (row * a.heads + head) * splits) {}
+  __device__ Partials(const AttentionArgs& a, int head, int splits) {
+    const int64_t first = (static_cast<int64_t>(blockIdx.z) * a.heads + head) * splits;
+    const int64_t all = static_cast<int64_t>(gridDim.z) * a.heads * splits;
+    outputs = a.workspace + first * a.cache.head_dim;
+    statistics = reinterpret_cast<float2*>(a.workspace + all * a.cache.head_dim) + first;
+  }
 };
 
 // Zero between launches: the last block of a (row, head group) puts back what the others counted.
@@ -118,7 +118,7 @@ __device__ __forceinline__ void merge_splits(const AttentionArgs& a, int64_t row
                                              int max_splits, float* weights) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   for (int h = warp; h < heads; h += kThreads / kWarp) {
-    const Partials partials(a, row, first_head + h, max_splits);
+    const Partials partials(a, first_head + h, max_splits);
     float m = -INFINITY, sum = 0.0f;
     for (int s = lane; s < count; s += kWarp) m = fmaxf(m, partials.statistics[s].x);
     m = warp_max(m);
@@ -130,18 +130,18 @@ __device__ __forceinline__ void merge_splits(const AttentionArgs& a, int64_t row
       weights[h * kMaxSplits + s] = weight_of(partials.statistics[s].x, m) * inverse;
   }
   __syncthreads();
-  const int quads = a.head_dim / 4;
+  const int quads = a.cache.head_dim / 4;
   for (int i = threadIdx.x; i < heads * quads; i += kThreads) {
     const int h = i / quads, d = i % quads * 4;
-    const float* const outputs = Partials(a, row, first_head + h, max_splits).outputs + d;
+    const float* const outputs = Partials(a, first_head + h, max_splits).outputs + d;
     float4 sum{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 16
     for (int s = 0; s < count; ++s) {
       const float w = weights[h * kMaxSplits + s];
-      const float4 o = *reinterpret_cast<const float4*>(outputs + static_cast<int64_t>(s) * a.head_dim);
+      const float4 o = *reinterpret_cast<const float4*>(outputs + static_cast<int64_t>(s) * a.cache.head_dim);
       sum = {__fmaf_rn(w, o.x, sum.x), __fmaf_rn(w, o.y, sum.y), __fmaf_rn(w, o.z, sum.z), __fmaf_rn(w, o.w, sum.w)};
     }
-    const int64_t target = (row * a.heads + first_head + h) * a.head_dim + d;
+    const int64_t target = (row * a.heads + first_head + h) * a.cache.head_dim + d;
     store_from_float(a.out, target, a.type, sum.x);
     store_from_float(a.out, target + 1, a.type, sum.y);
     store_from_float(a.out, target + 2, a.type, sum.z);
@@ -151,17 +151,28 @@ __device__ __forceinline__ void merge_splits(const AttentionArgs& a, int64_t row
 
 inline std::string describe(const char* op, const AttentionArgs& a) {
   return std::string(op) + " rows=" + std::to_string(a.rows) + " heads=" + std::to_string(a.heads) + "/" +
-         std::to_string(a.kv_heads) + " head_dim=" + std::to_string(a.head_dim) +
-         " capacity=" + std::to_string(a.capacity) + " " + name(a.type) + " cache " + name(a.cache);
+         std::to_string(a.cache.kv_heads) + " head_dim=" + std::to_string(a.cache.head_dim) +
+         " capacity=" + std::to_string(a.cache.capacity()) + " " + name(a.type) + " cache " + name(a.cache.dtype);
 }
 
 inline bool has_options(const AttentionArgs& a) { return a.softcap > 0.0f || a.slopes != nullptr || a.mask != nullptr; }
 
-// Rows a launch so that the arrival counters suffice; calls run(first_row, rows).
-template <class F>
-void for_row_chunks(const AttentionArgs& a, int groups_per_row, F&& run) {
-  const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(65535, kMaxArrivals / groups_per_row));
-  for (int64_t first = 0; first < a.rows; first += chunk) run(first, std::min(chunk, a.rows - first));
-}
+// How decode rows are divided among launches, so that the arrival counters and the workspace suffice.
+struct RowChunks {
+  int64_t rows;   // of a launch
+  int64_t bytes;  // of its workspace
+
+  // `splits`: partial results of a head that the workspace has room for; groups_per_row: arrival counters of a row.
+  static RowChunks of(const AttentionArgs& a, int splits, int groups_per_row) {
+    const int64_t bytes = static_cast<int64_t>(a.heads) * splits * (a.cache.head_dim + 2) * sizeof(float);
+    const int64_t most = std::min<int64_t>({65535, kMaxArrivals / groups_per_row, kMaxWorkspace / bytes, a.rows});
+    return {std::max<int64_t>(1, most), std::max<int64_t>(1, most) * bytes};
+  }
+  // Calls run(first_row, rows).
+  template <class F>
+  void each(const AttentionArgs& a, F&& run) const {
+    for (int64_t first = 0; first < a.rows; first += rows) run(first, std::min(rows, a.rows - first));
+  }
+};
 
 }  // namespace nibblelm::cuda

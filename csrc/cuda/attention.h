@@ -3,46 +3,38 @@
 
 #include <cstdint>
 
-#include "launch.h"
+#include "paged_cache.h"
 #include "rope.h"
 
 namespace nibblelm::cuda {
 
-// Row m attends to the interval of positions of cache slots[m] that positions, window, prefix, starts and the mask's
+// Row m attends to the interval of positions of cache.slots[m] that its position, window, prefix, starts and the mask's
 // width allow. A row with a slot outside the cache (-1: an idle row of a batch) gives zeros.
 struct AttentionArgs {
-  const void* q;  // (rows, heads, head_dim) of dtype `type`, rows q_stride elements apart
-  const void* k;  // (slot_count, kv_heads, capacity, head_dim) of dtype `cache`
-  const void* v;
-  void* out;                 // (rows, heads * head_dim) of dtype `type`
-  float* workspace;          // attention_workspace() bytes; decode only
-  const int32_t* slots;      // (rows,)
-  const int32_t* positions;  // (rows,)
-  const float* slopes;       // (heads,) or null
-  const int32_t* prefix;     // (rows,) or null
-  const int32_t* starts;     // (slot_count,) or null
-  const float* mask;         // (rows, mask_columns), rows mask_stride apart, or null
+  const void* q;     // (rows, heads, head_dim) of dtype `type`, rows q_stride elements apart
+  void* out;         // (rows, heads * head_dim) of dtype `type`
+  float* workspace;  // attention_workspace() bytes; decode only
+  PagedCache cache;
+  const float* slopes;    // (heads,) or null
+  const int32_t* prefix;  // (rows,) or null
+  const int32_t* starts;  // (slot_count,) or null
+  const float* mask;      // (rows, mask_columns), rows mask_stride apart, or null
   int64_t q_stride;
   int64_t mask_stride;
   int64_t rows;
-  int64_t capacity;
   int mask_columns;
-  int slot_count;
   int heads;
-  int kv_heads;
-  int head_dim;
   int window;  // 0: none
   float scale;
   float softcap;  // 0: none
   DType type;
-  DType cache;
 };
 
-// Bytes of scratch that attention_decode needs for partial results.
-int64_t attention_workspace(int64_t rows, int heads, int head_dim, int64_t capacity);
+// Bytes of scratch that attention_decode and attention_rope need for partial results; `args` without it.
+int64_t attention_workspace(const AttentionArgs& args);
 
-// Any rows, each on its own: split-KV. A row's result does not depend on the others. Launches on one device share
-// counters and must not run at the same time: use one stream.
+// Any number of rows, each on its own: split-KV. A row's result does not depend on the others. Launches on one device
+// share counters and must not run at the same time: use one stream.
 void attention_decode(const AttentionArgs& args, const Launch& launch);
 
 // rope_append and attention_decode in one: q of `args` is the fused projection (rows, heads + 2 kv_heads, head_dim),
@@ -53,11 +45,12 @@ void attention_rope(const AttentionArgs& args, const RopeTable& table, const flo
                     float eps, bool plus_one, const Launch& launch);
 bool attention_fuses(const AttentionArgs& args, const RopeTable& table);
 
-// All rows on slots[0]: tiles of rows share the keys they read.
+// All rows on cache.slots[0]: tiles of rows share the keys they read.
 void attention_prefill(const AttentionArgs& args, const Launch& launch);
 
 // The same two in plain fp32 arithmetic, for fp32 and for head sizes without a tensor-core kernel (which call these).
 void attention_decode_fma(const AttentionArgs& args, const Launch& launch);
+int64_t attention_workspace_fma(const AttentionArgs& args);
 void attention_prefill_fma(const AttentionArgs& args, const Launch& launch);
 
 }  // namespace nibblelm::cuda

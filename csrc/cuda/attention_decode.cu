@@ -36,22 +36,6 @@ struct Share {
   __device__ __forceinline__ bool newest() const { return position == end - 1; }  // is among these positions
 };
 
-// Asks L2 for the tiles of a short row; those of a long one would be gone from L2 before their turn.
-template <class F>
-__device__ __forceinline__ void prefetch_tiles(const AttentionArgs& a, const Share& share, int kv_head) {
-  constexpr int D{F::D};
-  if (share.end - share.begin > 2 * kPartPositions) return;
-  const int64_t first = static_cast<int64_t>(share.begin) * D * 2;
-  const int bytes = (share.end - share.begin) * D * 2;
-  const char* const k = static_cast<const char*>(cache_row(a.k, a, share.slot, kv_head)) + first;
-  const char* const v = static_cast<const char*>(cache_row(a.v, a, share.slot, kv_head)) + first;
-#pragma unroll 1
-  for (int at = threadIdx.x * 128; at < bytes; at += F::kWarps * kWarp * 128) {
-    prefetch_l2(k + at);
-    prefetch_l2(v + at);
-  }
-}
-
 // ---- kernel ----
 
 // Which row, heads and part a block has, and where in it a thread stands (lane = 4 g + j).
@@ -63,7 +47,7 @@ struct Place {
   int warp, lane, g, j;
 
   __device__ __forceinline__ Place(const AttentionArgs& a, int64_t first_row, int groups) {
-    const int per_kv = a.heads / a.kv_heads;
+    const int per_kv = a.heads / a.cache.kv_heads;
     row = first_row + blockIdx.z;
     kv_head = blockIdx.y / groups;
     in_group = blockIdx.y % groups * kHeads;
@@ -74,34 +58,65 @@ struct Place {
   }
 };
 
+// Asks L2 for a warp's tiles of a short row; those of a long one would be gone from L2 before their turn.
+template <class F>
+__device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Share& share, const Place<F>& at,
+                                               int pages) {
+  constexpr int D{F::D}, kLine{64};  // values
+  if (share.end - share.begin > 2 * kPartPositions) return;
+  int p = share.begin + at.warp * kTile;
+#pragma unroll 1
+  for (int tile = 0; p < share.end; ++tile, p += Ring<F>::kStep) {
+    const int page = __shfl_sync(kAllLanes, pages, tile);
+#pragma unroll
+    for (int i = at.lane; i < 2 * kTile * D / kLine; i += kWarp) {  // keys, then values
+      const int row = i / (D / kLine) % kTile, column = i % (D / kLine) * kLine;
+      const void* const pool = i < kTile * D / kLine ? cache.k : cache.v;
+      // Modulo its size, a row stays on the page.
+      prefetch_l2(static_cast<const bf16*>(pool) + cache_row<D>(cache, page, at.kv_head, p + row) + column);
+    }
+  }
+}
+
 // Where the row stands, with its first tiles on their way. That may change until the wait; a guess from before it is
 // right but for the step after a change, and what it was used for then is done again. It is read around L1, which would
 // keep it.
 template <class F, bool kOptions, bool kFused>
 __device__ __forceinline__ Share begin(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
-                                       int most_groups, uint32_t tiles, RawHeads<F::D, F::kWarps>& raw) {
+                                       int most_groups, uint32_t tiles, RawHeads<F::D, F::kWarps>& raw, int& pages) {
   const bool guesses = kFused || (!kOptions && a.prefix == nullptr && a.starts == nullptr);
   Share share{};
+  const auto ring = [&] {
+    return Ring<F>(tiles, a.cache, share.slot, at.kv_head, share.end, kFused && share.newest(), at.warp, at.lane);
+  };
+  const auto ask_pages = [&] {
+    if (!share.empty()) pages = ring().pages(share.begin + at.warp * kTile);
+  };
   if (guesses) {
-    const int guess = __ldcg(a.positions + at.row);
-    share = Share::of<true>(a, at.row, guess < a.capacity ? __ldcg(a.slots + at.row) : -1, guess, most_groups);
-    prefetch_tiles<F>(a, share, at.kv_head);
+    const int guess = __ldcg(a.cache.positions + at.row);
+    share = Share::of<true>(a, at.row, guess < a.cache.capacity() ? __ldcg(a.cache.slots + at.row) : -1, guess,
+                            most_groups);
+    ask_pages();
+    if (!share.empty()) prefetch_tiles<F>(a.cache, share, at, pages);
   }
   dependency_wait();
   if constexpr (kFused) raw.read(a, at.row, at.first_head, at.heads, at.kv_head);
-  const int slot = a.slots[at.row], position = a.positions[at.row];
-  if (!guesses) share = Share::of<false>(a, at.row, slot, position, most_groups);
+  const int slot = a.cache.slots[at.row], position = a.cache.positions[at.row];
+  if (!guesses) {
+    share = Share::of<false>(a, at.row, slot, position, most_groups);
+    ask_pages();
+  }
 #pragma unroll 1
   for (;;) {
     if (!share.empty()) {
-      Ring<F>(tiles, a, share.slot, at.kv_head, share.end, kFused && share.newest(), at.warp, at.lane)
-          .fill(share.begin + at.warp * kTile);
+      ring().fill(share.begin + at.warp * kTile, pages);
       if constexpr (kFused) raw.read_angles(head_args, share.position);
     }
     if (share.slot == slot && share.position == position) return share;
     copy_async_wait<0>();
     __syncwarp();
     share = Share::of<true>(a, at.row, slot, position, most_groups);
+    ask_pages();
   }
 }
 
@@ -109,12 +124,12 @@ __device__ __forceinline__ Share begin(const AttentionArgs& a, const HeadArgs& h
 template <class F>
 __device__ __forceinline__ void prepare(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
                                         const Share& share, RawHeads<F::D, F::kWarps>& raw, Prepared<F::D>& prepared) {
-  const int64_t offset =
-      ((static_cast<int64_t>(share.slot) * a.kv_heads + at.kv_head) * a.capacity + share.position) * F::D;
-  bf16* const keys = const_cast<bf16*>(static_cast<const bf16*>(a.k));
-  bf16* const values = const_cast<bf16*>(static_cast<const bf16*>(a.v));
-  const bool writes = share.newest() && at.in_group == 0;
-  raw.prepare(prepared, head_args, at.heads, writes ? keys + offset : nullptr, writes ? values + offset : nullptr);
+  const bool asked = share.newest() && at.in_group == 0;
+  const int64_t target = asked ? written_row(a.cache, share.slot, share.position, at.kv_head) : -1;
+  bf16* const keys = static_cast<bf16*>(a.cache.k);
+  bf16* const values = static_cast<bf16*>(a.cache.v);
+  raw.prepare(prepared, head_args, at.heads, target < 0 ? nullptr : keys + target,
+              target < 0 ? nullptr : values + target);
   __syncthreads();
 }
 
@@ -125,7 +140,7 @@ __device__ __forceinline__ void merge_row(const AttentionArgs& a, const Place<F>
 #pragma unroll 1
   for (int i = threadIdx.x; i < at.heads * kQuads; i += F::kWarps * kWarp) {
     const int h = i / kQuads, d = i % kQuads * 4;
-    const Partials partials(a, at.row, at.first_head + h, gridDim.x / F::kCluster);
+    const Partials partials(a, at.first_head + h, gridDim.x / F::kCluster);
     const auto statistics = [&](int n) { return __ldcg(partials.statistics + n); };
     const auto output = [&](int n) {
       return __ldcg(reinterpret_cast<const float4*>(partials.outputs + static_cast<int64_t>(n) * F::D + d));
@@ -163,7 +178,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   if (F::kCluster > 1 && at.rank == 0 && threadIdx.x == 0) cluster_init(&received);
   __syncwarp();
   RawHeads<D, F::kWarps> raw;
-  const Share share = begin<F, kOptions, kFused>(a, head_args, at, most_groups, shared_address(storage), raw);
+  int pages{};  // of this warp's first tiles, one a lane
+  const Share share = begin<F, kOptions, kFused>(a, head_args, at, most_groups, shared_address(storage), raw, pages);
   bf16* const out = static_cast<bf16*>(a.out) + (at.row * a.heads + at.first_head) * D;
   if (share.empty()) {
     if (share.plan.length == 0 && at.part == 0)
@@ -171,7 +187,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
     return;
   }
   const bool newest = kFused && share.newest();  // its key and value are not in the cache yet
-  const R ring(shared_address(storage), a, share.slot, at.kv_head, share.end, newest, at.warp, at.lane);
+  const R ring(shared_address(storage), a.cache, share.slot, at.kv_head, share.end, newest, at.warp, at.lane);
   const int first = share.begin + at.warp * kTile;
   // Not before the last tile is asked for: the next kernel's weights would go first.
   if (first + R::kAround >= share.end) dependency_release();
@@ -197,7 +213,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   const auto weigh = [&](float (&s)[4], int p, uint32_t& p0, uint32_t& p1) {
     sum.template weigh<kOptions>(a, s, at.row, share.position, at.first_head, p, share.end, at.g, at.j, p0, p1);
   };
-  attend(sum, ring, q, first, insert, weigh);
+  attend(sum, ring, q, first, pages, insert, weigh);
 
   const int parts = share.plan.parts(), partials_of_row = (parts + F::kCluster - 1) / F::kCluster;
   const int ranks = min(F::kCluster, parts - (at.part - at.rank));  // blocks with work in this cluster
@@ -212,7 +228,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   };
   const auto finish = [&](int h, int d, const Triple& t) {
     if (partials_of_row == 1) return write(h, d, t);
-    const Partials partials(a, at.row, at.first_head + h, gridDim.x / F::kCluster);
+    const Partials partials(a, at.first_head + h, gridDim.x / F::kCluster);
     *reinterpret_cast<float4*>(partials.outputs + static_cast<int64_t>(at.part / F::kCluster) * D + d) = t.o;
     if (d == 0) partials.statistics[at.part / F::kCluster] = {t.m, t.l};
   };
@@ -266,7 +282,10 @@ struct Choice {
 
 template <class F, bool kOptions, bool kFused>
 Choice choice() {
-  return {attention_decode_kernel<F, kOptions, kFused>, F::kWarps * kWarp, F::kBytes, F::kHostCluster};
+  const Kernel kernel = attention_decode_kernel<F, kOptions, kFused>;
+  cudaFuncAttributes compiled{};
+  check(cudaFuncGetAttributes(&compiled, kernel), "attention: cudaFuncGetAttributes");
+  return {kernel, F::kWarps * kWarp, F::kBytes, compiled.ptxVersion >= 90 ? F::kHostCluster : 1};
 }
 
 // The result is the same whatever is chosen.
@@ -275,72 +294,91 @@ Choice choose(const AttentionArgs& a) {
   if constexpr (!kFused)
     if (has_options(a)) return choice<RowForm<D>, true, false>();
   const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
-  if (a.rows == 1 && a.capacity > kLongRow && room >= LongForm<D>::kBytes) return choice<LongForm<D>, false, kFused>();
+  if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<D>::kBytes)
+    return choice<LongForm<D>, false, kFused>();
   return choice<RowForm<D>, false, kFused>();
 }
+
+// How a row is divided among blocks.
+struct Division {
+  int head_groups;  // of a KV head
+  int per_row;      // head groups of all KV heads
+  int most_groups;  // of parts, of a row that is not long
+  int row_groups;   // of parts, of the longest row that the cache has room for
+  RowChunks chunks;
+
+  static Division of(const AttentionArgs& a, int cluster) {
+    Division d{};
+    d.head_groups = ceil_div(a.heads / a.cache.kv_heads, kHeads);
+    d.per_row = a.cache.kv_heads * d.head_groups;
+    d.most_groups = static_cast<int>(
+        std::bit_floor(static_cast<unsigned>(std::clamp(kBlocksPerRow / (kGroup * d.per_row), 1, kMaxSplits))));
+    const int capacity = a.cache.capacity(), wanted = ceil_div(capacity, kGroup * kPartPositions);
+    d.row_groups = std::min(capacity > kLongRow ? 2 * d.most_groups : d.most_groups,
+                            static_cast<int>(std::bit_ceil(static_cast<unsigned>(wanted))));
+    d.chunks = RowChunks::of(a, kGroup * d.row_groups / cluster, d.per_row);
+    return d;
+  }
+};
 
 template <int D, bool kFused>
 void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Launch& launch) {
   if (a.rows == 0) return;
   const auto what = [&] { return describe(kFused ? "rope_attention" : "attention", a); };
-  const int groups = ceil_div(a.heads / a.kv_heads, kHeads), per_row = a.kv_heads * groups;
   const Choice chosen = choose<D, kFused>(a);
-  cudaFuncAttributes compiled{};
-  check(cudaFuncGetAttributes(&compiled, chosen.kernel), "attention: cudaFuncGetAttributes");
+  const Division division = Division::of(a, chosen.cluster);
   allow_shared_memory(chosen.kernel, chosen.bytes, what);
-  const int cluster = compiled.ptxVersion >= 90 ? chosen.cluster : 1;
-  const int most_groups = static_cast<int>(
-      std::bit_floor(static_cast<unsigned>(std::clamp(kBlocksPerRow / (kGroup * per_row), 1, kMaxSplits))));
-  const int wanted = ceil_div(a.capacity, kGroup * kPartPositions);
-  const int row_groups = std::min(a.capacity > kLongRow ? 2 * most_groups : most_groups,
-                                  static_cast<int>(std::bit_ceil(static_cast<unsigned>(wanted))));
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  attributes[0].val.clusterDim = {static_cast<unsigned>(chosen.cluster), 1, 1};
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.blockDim = dim3(chosen.threads);
   config.dynamicSmemBytes = static_cast<size_t>(chosen.bytes);
   config.stream = static_cast<cudaStream_t>(launch.stream);
-  config.attrs = cluster > 1 ? attributes : attributes + 1;
-  config.numAttrs = (cluster > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
-  for_row_chunks(a, per_row, [&](int64_t first, int64_t rows) {
-    config.gridDim = dim3(kGroup * row_groups, per_row, static_cast<unsigned>(rows));
-    check(cudaLaunchKernelEx(&config, chosen.kernel, a, head_args, first, groups, most_groups), what());
+  config.attrs = chosen.cluster > 1 ? attributes : attributes + 1;
+  config.numAttrs = (chosen.cluster > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
+  division.chunks.each(a, [&](int64_t first, int64_t rows) {
+    config.gridDim = dim3(kGroup * division.row_groups, division.per_row, static_cast<unsigned>(rows));
+    check(cudaLaunchKernelEx(&config, chosen.kernel, a, head_args, first, division.head_groups, division.most_groups),
+          what());
   });
 }
 
-bool on_tensor_cores(const AttentionArgs& a) {
-  return a.type == DType::bf16 && a.cache == DType::bf16 && a.q_stride % 8 == 0 && aligned16(a.q, 0) &&
-         (a.head_dim == 64 || a.head_dim == 128 || a.head_dim == 256);
+// Calls f.template operator()<D>() with the head size of the tensor-core kernels; false: it has none.
+template <class F>
+bool with_tensor_cores(const AttentionArgs& a, F&& f) {
+  if (a.type != DType::bf16 || a.cache.dtype != DType::bf16 || a.q_stride % 8 != 0 || !aligned16(a.q, 0)) return false;
+  if (a.cache.head_dim == 64) return f.template operator()<64>(), true;
+  if (a.cache.head_dim == 128) return f.template operator()<128>(), true;
+  if (a.cache.head_dim == 256) return f.template operator()<256>(), true;
+  return false;
 }
 
 }  // namespace
 
-int64_t attention_workspace(int64_t rows, int heads, int head_dim, int64_t capacity) {
-  const auto splits =
-      static_cast<int64_t>(std::bit_ceil(static_cast<unsigned>(std::max(max_splits(capacity), kGroup))));
-  return rows * heads * splits * (head_dim + 2) * static_cast<int64_t>(sizeof(float));
+int64_t attention_workspace(const AttentionArgs& a) {
+  int64_t bytes{0};
+  if (with_tensor_cores(a, [&]<int D>() { bytes = Division::of(a, choose<D, false>(a).cluster).chunks.bytes; }))
+    return bytes;
+  return attention_workspace_fma(a);
 }
 
 void attention_decode(const AttentionArgs& a, const Launch& launch) {
-  if (!on_tensor_cores(a)) return attention_decode_fma(a, launch);
-  if (a.head_dim == 64) return launch_decode<64, false>(a, {}, launch);
-  if (a.head_dim == 128) return launch_decode<128, false>(a, {}, launch);
-  launch_decode<256, false>(a, {}, launch);
+  if (!with_tensor_cores(a, [&]<int D>() { launch_decode<D, false>(a, {}, launch); })) attention_decode_fma(a, launch);
 }
 
 bool attention_fuses(const AttentionArgs& a, const RopeTable& t) {
-  return on_tensor_cores(a) && a.head_dim <= 128 && !has_options(a) && a.prefix == nullptr && a.starts == nullptr &&
-         t.streams == 1 && !t.interleaved && 2 * t.half == a.head_dim;
+  return with_tensor_cores(a, []<int>() {}) && a.cache.head_dim <= 128 && !has_options(a) && a.prefix == nullptr &&
+         a.starts == nullptr && t.streams == 1 && !t.interleaved && 2 * t.half == a.cache.head_dim;
 }
 
 void attention_rope(const AttentionArgs& a, const RopeTable& table, const float* q_norm, const float* k_norm, float eps,
                     bool plus_one, const Launch& launch) {
   if (!attention_fuses(a, table)) throw std::invalid_argument(describe("rope_attention", a) + ": not a fused case");
   const HeadArgs head_args{table.cos, table.sin, q_norm, k_norm, eps, plus_one};
-  if (a.head_dim == 64) return launch_decode<64, true>(a, head_args, launch);
+  if (a.cache.head_dim == 64) return launch_decode<64, true>(a, head_args, launch);
   launch_decode<128, true>(a, head_args, launch);
 }
 

@@ -19,15 +19,32 @@ size_t shared_bytes(int head_dim) {
   return sizeof(float) * (padded(head_dim) * (2 * kColumns + kBlock) + kWarps * kColumns * kVectors);
 }
 
-// `count` rows of head_dim values into padded fp32 rows, zeros from `end` on.
+static_assert(kColumns <= kPage);  // a tile, which may start anywhere, is on two pages at most
+
+// The pages of a tile: of its first position, and from position `turn` on.
+struct TilePages {
+  int low, high, turn;
+
+  __device__ __forceinline__ TilePages(const PagedCache& cache, int slot, int first, int end) {
+    const int last = min(first + kColumns, end) - 1;
+    low = page_of(cache, slot, first);
+    high = page_of(cache, slot, last);
+    turn = last / kPage * kPage;
+  }
+};
+
+// A tile's rows of head_dim values into padded fp32 rows, zeros from `end` on.
 template <class T>
-__device__ __forceinline__ void fetch(float* target, const T* source, int head_dim, int first, int end) {
+__device__ __forceinline__ void fetch(float* target, const void* pool, const PagedCache& cache, const TilePages& pages,
+                                      int kv_head, int first, int end) {
   constexpr int kV{kWide<T>};
-  const int chunks = head_dim / kV;
+  const int head_dim = cache.head_dim, chunks = head_dim / kV;
   for (int i = threadIdx.x; i < kColumns * chunks; i += kThreads) {
     const int row = i / chunks, d = i % chunks * kV;
     float x[kV] = {};
-    if (first + row < end) load(source + static_cast<int64_t>(first + row) * head_dim + d, x);
+    const int p = first + row;
+    if (p < end)
+      load(static_cast<const T*>(pool) + cache_row(cache, p < pages.turn ? pages.low : pages.high, kv_head, p) + d, x);
 #pragma unroll
     for (int e = 0; e < kV; ++e) target[row * padded(head_dim) + d + e] = x[e];
   }
@@ -40,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ __align__(16) float storage[];
   dependency_wait();
   dependency_release();
-  const int D = a.head_dim, per_kv = a.heads / a.kv_heads;
+  const int D = a.cache.head_dim, per_kv = a.heads / a.cache.kv_heads;
   float* const keys = storage;
   float* const values = keys + kColumns * padded(D);
   float* const queries = values + kColumns * padded(D);
@@ -85,17 +102,16 @@ __global__ void __launch_bounds__(kThreads)
     const int i = warp * kVectors + n;
     m[n] = -INFINITY;
     range[n] = i < count ? (kDecode ? block : attended(a, row_of(i))) : Interval{0, 0};
-    position[n] = i < count ? a.positions[row_of(i)] : 0;
+    position[n] = i < count ? a.cache.positions[row_of(i)] : 0;
   }
-  const int slot = max(a.slots[kDecode ? row : 0], 0);
-  const auto* const k = static_cast<const T*>(cache_row(a.k, a, slot, kv_head));
-  const auto* const v = static_cast<const T*>(cache_row(a.v, a, slot, kv_head));
+  const int slot = max(a.cache.slots[kDecode ? row : 0], 0);
   float* const p = weights + warp * kColumns * kVectors;  // (column, vector)
 
   for (int first = block.first; first < block.end; first += kColumns) {
+    const TilePages pages(a.cache, slot, first, block.end);
     __syncthreads();
-    fetch(keys, k, D, first, block.end);
-    fetch(values, v, D, first, block.end);
+    fetch<T>(keys, a.cache.k, a.cache, pages, kv_head, first, block.end);
+    fetch<T>(values, a.cache.v, a.cache, pages, kv_head, first, block.end);
     __syncthreads();
     if (warp * kVectors >= count) continue;
     float s[kVectors] = {};
@@ -148,10 +164,10 @@ __global__ void __launch_bounds__(kThreads)
       if (plan.count <= 1) {
         store_from_float(a.out, (row_of(i) * a.heads + head_of(i)) * D + d, a.type, o[n][e] * inverse);
       } else {
-        Partials(a, row, head_of(i), splits).outputs[static_cast<int64_t>(blockIdx.x) * D + d] = o[n][e];
+        Partials(a, head_of(i), splits).outputs[static_cast<int64_t>(blockIdx.x) * D + d] = o[n][e];
       }
     }
-    if (plan.count > 1 && lane == 0) Partials(a, row, head_of(i), splits).statistics[blockIdx.x] = {m[n], l[n]};
+    if (plan.count > 1 && lane == 0) Partials(a, head_of(i), splits).statistics[blockIdx.x] = {m[n], l[n]};
   }
   if constexpr (kDecode) {
     if (plan.count <= 1) return;
@@ -170,21 +186,30 @@ auto* kernel(int head_dim) {
 
 template <bool kDecode>
 auto* kernel_of(const AttentionArgs& a) {
-  if (a.head_dim % 8 != 0 || a.head_dim > 256 || a.head_dim < 8)
+  if (a.cache.head_dim % 8 != 0 || a.cache.head_dim > 256 || a.cache.head_dim < 8)
     throw std::invalid_argument(describe("attention", a) + ": head_dim is a multiple of 8 up to 256");
-  return a.cache == DType::f32 ? kernel<float, kDecode>(a.head_dim) : kernel<bf16, kDecode>(a.head_dim);
+  return a.cache.dtype == DType::f32 ? kernel<float, kDecode>(a.cache.head_dim)
+                                     : kernel<bf16, kDecode>(a.cache.head_dim);
+}
+
+int groups_of(const AttentionArgs& a) { return ceil_div(a.heads / a.cache.kv_heads, kBlock); }
+
+RowChunks chunks_of(const AttentionArgs& a) {
+  return RowChunks::of(a, max_splits(a.cache.capacity()), a.cache.kv_heads * groups_of(a));
 }
 
 }  // namespace
 
+int64_t attention_workspace_fma(const AttentionArgs& a) { return chunks_of(a).bytes; }
+
 void attention_decode_fma(const AttentionArgs& a, const Launch& launch) {
-  const int groups = ceil_div(a.heads / a.kv_heads, kBlock), splits = max_splits(a.capacity);
+  const int groups = groups_of(a), splits = max_splits(a.cache.capacity());
   // The merge keeps the weights of up to 32 heads where the tiles were.
-  const size_t shared = std::max(shared_bytes(a.head_dim), sizeof(float) * kBlock * kMaxSplits);
-  for_row_chunks(a, a.kv_heads * groups, [&](int64_t first, int64_t rows) {
+  const size_t shared = std::max(shared_bytes(a.cache.head_dim), sizeof(float) * kBlock * kMaxSplits);
+  chunks_of(a).each(a, [&](int64_t first, int64_t rows) {
     launch_kernel(
         launch, [&] { return describe("attention", a); }, kernel_of<true>(a),
-        dim3(splits, a.kv_heads * groups, static_cast<unsigned>(rows)), dim3(kThreads), shared, a, first, groups,
+        dim3(splits, a.cache.kv_heads * groups, static_cast<unsigned>(rows)), dim3(kThreads), shared, a, first, groups,
         splits);
   });
 }
@@ -194,7 +219,8 @@ void attention_prefill_fma(const AttentionArgs& a, const Launch& launch) {
   if (tiles > 65535) throw std::invalid_argument(describe("attention prefill", a) + ": too many rows in one call");
   launch_kernel(
       launch, [&] { return describe("attention prefill", a); }, kernel_of<false>(a),
-      dim3(1, a.heads, static_cast<unsigned>(tiles)), dim3(kThreads), shared_bytes(a.head_dim), a, int64_t{0}, 1, 1);
+      dim3(1, a.heads, static_cast<unsigned>(tiles)), dim3(kThreads), shared_bytes(a.cache.head_dim), a, int64_t{0}, 1,
+      1);
 }
 
 }  // namespace nibblelm::cuda

@@ -40,7 +40,7 @@ struct RawHeads {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       key[i] = qkv[(a.heads + kv_head) * D + kWarp * i];
-      value[i] = qkv[(a.heads + a.kv_heads + kv_head) * D + kWarp * i];
+      value[i] = qkv[(a.heads + a.cache.kv_heads + kv_head) * D + kWarp * i];
 #pragma unroll
       for (int n = 0; n < kRounds; ++n)
         if (warp + n * kWarps < heads) q[n][i] = qkv[(first_head + warp + n * kWarps) * D + kWarp * i];

@@ -19,6 +19,7 @@ struct Shape {
   static constexpr int kStrips{D <= 128 ? 2 : 1};
   static constexpr int kRows{kWarps * 16 * kStrips};
   static constexpr int kColumns{D <= 128 ? 64 : 32};
+  static_assert(kPage % kColumns == 0);  // a tile is on one page
   // q, then two stages of keys and values, then the bounds of the rows' intervals.
   static constexpr size_t kShared{sizeof(bf16) * D * (kRows + 4 * kColumns) + kBoundsBytes};
 };
@@ -29,17 +30,14 @@ __device__ __forceinline__ uint32_t chunk_address(uint32_t base, int row, int ch
   return base + row * (D * 2) + ((chunk ^ (row & 7)) << 4);
 }
 
-// kRows rows of D values, `stride` apart, from `source`; row r is real when first + r < end.
+// kRows rows of D values, `stride` apart, from `source`; the first `count` are real.
 template <int D, int kRows>
-__device__ __forceinline__ void copy_tile(uint32_t shared, const bf16* source, int64_t stride, int64_t first,
-                                          int64_t end) {
+__device__ __forceinline__ void copy_tile(uint32_t shared, const bf16* source, int64_t stride, int count) {
   constexpr int kChunks{D / 8};
 #pragma unroll
   for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
     const int row = i / kChunks, chunk = i % kChunks;
-    const bool wanted = first + row < end;
-    copy_or_zero(chunk_address<D>(shared, row, chunk), source + (wanted ? first + row : 0) * stride + 8 * chunk,
-                 wanted);
+    copy_or_zero(chunk_address<D>(shared, row, chunk), source + row * stride + 8 * chunk, row < count);
   }
 }
 
@@ -122,10 +120,11 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
   int* const bounds = reinterpret_cast<int*>(storage + S::kShared - kBoundsBytes);
   constexpr uint32_t kTileBytes{sizeof(bf16) * D * kColumns};
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
-  const int head = blockIdx.x, kv_head = head / (a.heads / a.kv_heads);
+  const int head = blockIdx.x, kv_head = head / (a.heads / a.cache.kv_heads);
   const int64_t tile_row = static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * S::kRows;
   if (threadIdx.x < 4) bounds[threadIdx.x] = threadIdx.x % 2 == 0 ? INT_MAX : 0;
-  copy_tile<D, S::kRows>(q_tile, static_cast<const bf16*>(a.q) + head * D, a.q_stride, tile_row, a.rows);
+  copy_tile<D, S::kRows>(q_tile, static_cast<const bf16*>(a.q) + tile_row * a.q_stride + head * D, a.q_stride,
+                         static_cast<int>(a.rows - tile_row));
   copy_async_commit();
 
   Row rows[kStrips][2];
@@ -137,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
       row.index = static_cast<int>(tile_row) + (warp * kStrips + n) * 16 + g + 8 * r;
       const bool real = row.index < a.rows;
       row.range = real ? attended(a, row.index) : Interval{0, 0};
-      row.position = real ? a.positions[row.index] : 0;
+      row.position = real ? a.cache.positions[row.index] : 0;
     }
   __syncthreads();
 #pragma unroll
@@ -157,21 +156,28 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
   __syncthreads();
   const int begin = bounds[0] == INT_MAX ? 0 : bounds[0] / kColumns * kColumns, end = bounds[3];
   const int first_inside = bounds[1], last_inside = bounds[2];
-  const auto* const k = static_cast<const bf16*>(cache_row(a.k, a, max(a.slots[0], 0), kv_head));
-  const auto* const v = static_cast<const bf16*>(cache_row(a.v, a, max(a.slots[0], 0), kv_head));
-  const auto fetch = [&](int column, int stage) {
-    if (column < end) copy_tile<D, kColumns>(kv_tiles + 2 * stage * kTileBytes, k, D, column, end);
-    copy_async_commit();
-    if (column < end) copy_tile<D, kColumns>(kv_tiles + (2 * stage + 1) * kTileBytes, v, D, column, end);
-    copy_async_commit();
+  const int slot = max(min(a.cache.slots[0], a.cache.slot_count - 1), 0);  // idle rows see nothing of it
+  const auto page_at = [&](int column) {                                   // or, behind the last tile, the last one's
+    return page_of(a.cache, slot, max(min(column, end - 1), 0));
   };
-  fetch(begin, 0);
+  const auto fetch = [&](int column, int stage, int page) {
+    const auto copy = [&](const void* pool, uint32_t tile) {
+      const int64_t from = cache_row<D>(a.cache, page, kv_head, column);
+      if (column < end) copy_tile<D, kColumns>(tile, static_cast<const bf16*>(pool) + from, D, end - column);
+      copy_async_commit();
+    };
+    copy(a.cache.k, kv_tiles + 2 * stage * kTileBytes);
+    copy(a.cache.v, kv_tiles + (2 * stage + 1) * kTileBytes);
+  };
+  int page = page_at(begin + kColumns);  // of the tile to ask for next
+  fetch(begin, 0, page_at(begin));
 
   const float unit = kOptions ? 1.0f : a.scale * kLog2e;
   Strip<D> strips[kStrips];
   for (int column = begin, stage = 0; column < end; column += kColumns, stage ^= 1) {
     const uint32_t k_tile = kv_tiles + 2 * stage * kTileBytes, v_tile = k_tile + kTileBytes;
-    fetch(column + kColumns, stage ^ 1);
+    fetch(column + kColumns, stage ^ 1, page);
+    page = page_at(column + 2 * kColumns);
     copy_async_wait<3>();  // these keys, and q
     __syncthreads();
     float s[kStrips][kTiles][4] = {};
@@ -253,10 +259,11 @@ void launch_prefill(const AttentionArgs& a, const Launch& launch) {
 
 void attention_prefill(const AttentionArgs& a, const Launch& launch) {
   if (a.rows == 0) return;
-  const bool tensor_cores = a.type == DType::bf16 && a.cache == DType::bf16 && a.q_stride % 8 == 0 && aligned16(a.q, 0);
-  if (tensor_cores && a.head_dim == 64) return launch_prefill<64>(a, launch);
-  if (tensor_cores && a.head_dim == 128) return launch_prefill<128>(a, launch);
-  if (tensor_cores && a.head_dim == 256) return launch_prefill<256>(a, launch);
+  const bool tensor_cores =
+      a.type == DType::bf16 && a.cache.dtype == DType::bf16 && a.q_stride % 8 == 0 && aligned16(a.q, 0);
+  if (tensor_cores && a.cache.head_dim == 64) return launch_prefill<64>(a, launch);
+  if (tensor_cores && a.cache.head_dim == 128) return launch_prefill<128>(a, launch);
+  if (tensor_cores && a.cache.head_dim == 256) return launch_prefill<256>(a, launch);
   attention_prefill_fma(a, launch);
 }
 

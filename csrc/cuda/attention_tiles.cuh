@@ -71,53 +71,68 @@ struct Ring {
   static constexpr int kStep{kWarps * kTile};        // from a warp's tile to its next
   static constexpr int kAround{kUnits / 2 * kStep};  // and to the one that takes its place
   static_assert(kUnits % 2 == 0);
+  static_assert(kUnits / 2 < kWarp);  // pages() has a tile a lane
+  // A tile that starts too late for its page is also on the one on which the warp's next tile starts.
+  static_assert(kTile <= kStep && kStep <= kPage);
 
   // Shared addresses in unit 0 of this lane's first chunk of copies and of operands; others differ by a constant, as
   // exclusive or with the chunk (128-byte rows of chunks are aligned) or as sum.
   uint32_t copies, keys, values;
-  const bf16* k;  // this lane's chunk of position 0
-  const bf16* v;
+  const PagedCache& cache;
+  int slot;
+  int chunk;    // this lane's, of position 0 of page 0
   int end;      // of the part
   int written;  // positions from here on read as zeros: an unwritten value may be NaN, and 0 * NaN would reach the sum
   int lane;
 
   // `newest`: the last position is not in the cache yet.
-  __device__ __forceinline__ Ring(uint32_t storage, const AttentionArgs& a, int slot, int kv_head, int end, bool newest,
-                                  int warp, int lane)
-      : end(end), written(newest ? end - 1 : end), lane(lane) {
+  __device__ __forceinline__ Ring(uint32_t storage, const PagedCache& cache, int slot, int kv_head, int end,
+                                  bool newest, int warp, int lane)
+      : cache(cache), slot(slot), end(end), written(newest ? end - 1 : end), lane(lane) {
     const uint32_t base = storage + warp * kWarpBytes;
-    const int first = lane / kChunks, chunk = lane % kChunks;
-    copies = keep(base + first * kPitch + ((chunk ^ first) << 4));
+    const int first = lane / kChunks, column = lane % kChunks;
+    copies = keep(base + first * kPitch + ((column ^ first) << 4));
     keys = keep(base + lane % 16 * kPitch + ((lane / 16 ^ lane % 8) << 4));
     values = keep(base + (lane / 16 * 8 + lane % 8) * kPitch + ((lane / 8 % 2 ^ lane % 8) << 4));
-    k = keep(static_cast<const bf16*>(cache_row(a.k, a, slot, kv_head)) + first * D + chunk * 8);
-    v = keep(static_cast<const bf16*>(cache_row(a.v, a, slot, kv_head)) + first * D + chunk * 8);
+    chunk = keep(static_cast<int>(cache_row<D>(cache, 0, kv_head, 0)) + first * D + column * 8);
   }
+  // The page of the tile at p, or, behind the last one, of the last position.
+  template <bool kEarly = false>
+  __device__ __forceinline__ int page(int p) const {
+    return page_of<kEarly>(cache, slot, min(p, end - 1));
+  }
+  // Of the warp's tiles from p on, one a lane; may be asked for before dependency_wait().
+  __device__ __forceinline__ int pages(int p) const { return page<true>(p + lane * kStep); }
   // Chunk 2 c further than at `address`, whose chunk is even or odd in its row's order.
   __device__ __forceinline__ static uint32_t further(uint32_t address, int c) {
     return (address ^ (2 * c % 8) << 4) + 2 * c / 8 * 128;
   }
-  // The keys or the values at p, from `cache`.
-  __device__ __forceinline__ void fetch(int unit, const bf16* cache, int p) const {
+  // The keys or the values at p, from their pool; the tile starts on `page`, the warp's next one on `next`.
+  __device__ __forceinline__ void fetch(int unit, const void* pool, int p, int page, int next) const {
     const uint32_t target = copies + unit * kTileBytes;
-    const bf16* const from = cache + static_cast<int64_t>(p) * D;
-    if (p + kTile <= written) {
+    const bf16* const from = static_cast<const bf16*>(pool) + cache_row<D>(cache, page, 0, p) + chunk;
+    const int on_page = kPage - static_cast<unsigned>(p) % kPage;  // rows
+    if (p + kTile <= written && on_page >= kTile) {
 #pragma unroll
       for (int i = 0; i < kTile; i += kRowsAtOnce) copy_async_16((target ^ (i % 8) << 4) + i * kPitch, from + i * D);
     } else {
-      const int left = written - p - lane / kChunks;  // rows from this lane's first on
+      const int first = lane / kChunks;
+      // As if the next page's rows came before its first.
+      const bf16* const behind = static_cast<const bf16*>(pool) + cache_row<D>(cache, next, 0, 0) + chunk - on_page * D;
 #pragma unroll
       for (int i = 0; i < kTile; i += kRowsAtOnce)
-        copy_or_zero((target ^ (i % 8) << 4) + i * kPitch, from + i * D, i < left);
+        copy_or_zero((target ^ (i % 8) << 4) + i * kPitch, (first + i < on_page ? from : behind) + i * D,
+                     p + first + i < written);
     }
   }
-  // Asks for what fits of the tiles from p on, a group of copies for each unit.
-  __device__ __forceinline__ void fill(int p) const {
+  // Asks for what fits of the tiles from p on, whose pages() are given: a group of copies for each unit.
+  __device__ __forceinline__ void fill(int p, int pages) const {
 #pragma unroll 1
     for (int unit = 0; unit < kUnits; unit += 2, p += kStep) {
-      if (p < end) fetch(unit, k, p);
+      const int page = __shfl_sync(kAllLanes, pages, unit / 2), next = __shfl_sync(kAllLanes, pages, unit / 2 + 1);
+      if (p < end) fetch(unit, cache.k, p, page, next);
       copy_async_commit();
-      if (p < end) fetch(unit + 1, v, p);
+      if (p < end) fetch(unit + 1, cache.v, p, page, next);
       copy_async_commit();
     }
   }
@@ -211,15 +226,17 @@ struct Accumulator {
   }
 };
 
-// A warp's tiles from p on, which fill() asked for. insert(unit, p, which) puts in a key (0) or value (1) that the
-// cache lacks; weigh(scores, p, p0, p1) is Accumulator::weigh.
+// A warp's tiles from p on, which fill() asked for; `pages` are theirs. insert(unit, p, which) puts in a key (0) or
+// value (1) that the cache lacks; weigh(scores, p, p0, p1) is Accumulator::weigh.
 template <class F, class Insert, class Weigh>
 __device__ __forceinline__ void attend(Accumulator<F>& sum, const Ring<F>& ring, const uint32_t (&q)[F::D / 16][2],
-                                       int p, Insert insert, Weigh weigh) {
+                                       int p, int pages, Insert insert, Weigh weigh) {
   using R = Ring<F>;
+  int page = __shfl_sync(kAllLanes, pages, R::kUnits / 2);  // of the tile to ask for next
 #pragma unroll 1
   for (int unit = 0; p < ring.end; p += R::kStep, unit = unit + 2 == R::kUnits ? 0 : unit + 2) {
     const int far = p + R::kAround;
+    const int next = ring.page(far + R::kStep);  // a tile before it is needed
     float s[4];
     copy_async_wait<R::kUnits - 1>();
     __syncwarp();  // the keys have arrived for every lane
@@ -227,7 +244,7 @@ __device__ __forceinline__ void attend(Accumulator<F>& sum, const Ring<F>& ring,
     sum.dots(s, ring, unit, q);
     __syncwarp();  // every lane is done with them
     if (far < ring.end) {
-      ring.fetch(unit, ring.k, far);
+      ring.fetch(unit, ring.cache.k, far, page, next);
     } else {
       dependency_release();
     }
@@ -239,8 +256,9 @@ __device__ __forceinline__ void attend(Accumulator<F>& sum, const Ring<F>& ring,
     insert(unit + 1, p, 1);
     sum.add(ring, unit + 1, p0, p1);
     __syncwarp();
-    if (far < ring.end) ring.fetch(unit + 1, ring.v, far);
+    if (far < ring.end) ring.fetch(unit + 1, ring.cache.v, far, page, next);
     copy_async_commit();
+    page = next;
   }
 }
 

@@ -1,5 +1,7 @@
 // kv_append: new keys and values into the cache, converted to its dtype.
-#include "rope.cuh"
+#include "paged_cache.cuh"
+#include "rope.h"
+#include "vector.cuh"
 
 namespace nibblelm::cuda {
 namespace {
@@ -7,12 +9,12 @@ namespace {
 constexpr int kThreads{128};
 
 template <class T>
-__global__ void kv_append_kernel(const T* k, const T* v, int64_t k_stride, int64_t v_stride, CacheTarget cache) {
+__global__ void kv_append_kernel(const T* k, const T* v, int64_t k_stride, int64_t v_stride, PagedCache cache) {
   dependency_wait();
   dependency_release();
   const int row = blockIdx.x, i = blockIdx.y * kThreads + threadIdx.x;
   if (i >= cache.kv_heads * cache.head_dim) return;
-  const int64_t target = cache_offset(cache, row, i / cache.head_dim);
+  const int64_t target = written_row(cache, cache.slots[row], cache.positions[row], i / cache.head_dim);
   if (target < 0) return;
   const int d = i % cache.head_dim;
   store_from_float(cache.k, target + d, cache.dtype, to_float(k[row * k_stride + i]));
@@ -21,7 +23,7 @@ __global__ void kv_append_kernel(const T* k, const T* v, int64_t k_stride, int64
 
 }  // namespace
 
-void kv_append(const void* k, const void* v, int64_t k_stride, int64_t v_stride, int64_t rows, const CacheTarget& cache,
+void kv_append(const void* k, const void* v, int64_t k_stride, int64_t v_stride, int64_t rows, const PagedCache& cache,
                DType dtype, const Launch& launch) {
   if (rows == 0) return;
   const auto what = [&] {

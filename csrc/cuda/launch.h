@@ -4,6 +4,12 @@
 #include <cstdint>
 #include <string>
 
+#ifdef __CUDACC__
+#define NIBBLELM_HOST_DEVICE __host__ __device__
+#else
+#define NIBBLELM_HOST_DEVICE
+#endif
+
 namespace nibblelm::cuda {
 
 // The order is the binding's: `_cuda.DTYPES` lists the names.

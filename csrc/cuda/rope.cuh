@@ -1,4 +1,4 @@
-// Which two elements of a head rotate together and how, QK-norm, and where a row goes in the cache.
+// Which two elements of a head rotate together and how, and QK-norm.
 #pragma once
 
 #include "rope.h"
@@ -37,13 +37,6 @@ __device__ __forceinline__ float head_norm_factor(float squares, int head_dim, f
 template <class T>
 __device__ __forceinline__ float head_normed(float value, float factor, float gain, bool plus_one) {
   return to_float(from_float<T>(__fmul_rn(__fmul_rn(value, factor), plus_one ? __fadd_rn(1.0f, gain) : gain)));
-}
-
-// Offset of (slot, kv head, position) in the cache, or -1 for a row that is not written.
-__device__ __forceinline__ int64_t cache_offset(const CacheTarget& c, int row, int kv_head) {
-  const int64_t slot = c.slots[row], position = c.positions[row];
-  if (slot < 0 || slot >= c.slot_count || position < 0 || position >= c.capacity) return -1;
-  return ((slot * c.kv_heads + kv_head) * c.capacity + position) * c.head_dim;
 }
 
 }  // namespace nibblelm::cuda

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "launch.h"
+#include "paged_cache.h"
 
 namespace nibblelm::cuda {
 
@@ -18,31 +18,18 @@ struct RopeTable {
   bool interleaved;
 };
 
-// A KV cache pair (slots, kv_heads, capacity, head_dim) and where each row goes. A row with a slot or position
-// outside the cache is not written: slot -1 marks an idle row of a batch.
-struct CacheTarget {
-  void* k;
-  void* v;
-  const int32_t* slots;      // (rows,)
-  const int32_t* positions;  // (rows,)
-  int slot_count;
-  int kv_heads;
-  int64_t capacity;
-  int head_dim;
-  DType dtype;
-};
-
 // x (rows, heads, head_dim), rows x_stride elements apart, in place.
 void rope(void* x, int64_t x_stride, int64_t rows, int heads, int head_dim, const RopeTable& table, DType dtype,
           const Launch& launch);
 
-// k, v (rows, kv_heads, head_dim), rows k_stride and v_stride elements apart.
-void kv_append(const void* k, const void* v, int64_t k_stride, int64_t v_stride, int64_t rows, const CacheTarget& cache,
+// k, v (rows, kv_heads, head_dim), rows k_stride and v_stride elements apart. A row whose slot, position or page is
+// outside the cache is not written.
+void kv_append(const void* k, const void* v, int64_t k_stride, int64_t v_stride, int64_t rows, const PagedCache& cache,
                DType dtype, const Launch& launch);
 
 // qkv (rows, heads + 2 kv_heads, head_dim): normed and rotated q in place, k and v into the cache. q_norm, k_norm
 // (head_dim,) fp32 or null.
-void rope_append(void* qkv, int64_t stride, int64_t rows, int heads, const RopeTable& table, const CacheTarget& cache,
+void rope_append(void* qkv, int64_t stride, int64_t rows, int heads, const RopeTable& table, const PagedCache& cache,
                  const float* q_norm, const float* k_norm, float eps, bool plus_one, DType dtype, const Launch& launch);
 
 }  // namespace nibblelm::cuda

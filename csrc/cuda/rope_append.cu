@@ -1,5 +1,6 @@
 // rope_append: QK-norm, rotary embedding of q and k, and the KV write in one kernel. A decode step has few rows, and
 // every kernel it does without saves about a microsecond a layer.
+#include "paged_cache.cuh"
 #include "rope.cuh"
 
 namespace nibblelm::cuda {
@@ -10,7 +11,7 @@ constexpr int kMaxHeadDim{256};
 
 // One warp takes one head of one row. Values are rounded to T between norm and rotation, as the separate ops do.
 template <class T>
-__global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, RopeTable table, CacheTarget cache,
+__global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, RopeTable table, PagedCache cache,
                                    const float* q_norm, const float* k_norm, float eps, bool plus_one) {
   __shared__ float buffer[kWarps][kMaxHeadDim];
   dependency_wait();
@@ -21,7 +22,7 @@ __global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, 
   T* const x = qkv + row * stride + static_cast<int64_t>(head) * d_count;
   const bool is_q = head < heads, is_v = head >= heads + cache.kv_heads;
   const int kv_head = is_v ? head - heads - cache.kv_heads : head - heads;
-  const int64_t target = is_q ? 0 : cache_offset(cache, row, kv_head);
+  const int64_t target = is_q ? 0 : written_row(cache, cache.slots[row], cache.positions[row], kv_head);
   if (target < 0) return;
   if (is_v) {
     for (int d = lane; d < d_count; d += kWarp) store_from_float(cache.v, target + d, cache.dtype, to_float(x[d]));
@@ -59,7 +60,7 @@ __global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, 
 
 }  // namespace
 
-void rope_append(void* qkv, int64_t stride, int64_t rows, int heads, const RopeTable& table, const CacheTarget& cache,
+void rope_append(void* qkv, int64_t stride, int64_t rows, int heads, const RopeTable& table, const PagedCache& cache,
                  const float* q_norm, const float* k_norm, float eps, bool plus_one, DType dtype,
                  const Launch& launch) {
   if (rows == 0) return;

@@ -45,12 +45,6 @@ inline int decode_slices_log(int steps) {
   return log;
 }
 
-#ifdef __CUDACC__
-#define NIBBLELM_HOST_DEVICE __host__ __device__
-#else
-#define NIBBLELM_HOST_DEVICE
-#endif
-
 // First step of a slice; there are 1 << slices_log of them.
 NIBBLELM_HOST_DEVICE inline int slice_begin(int slice, int slices_log, int steps) {
   return slice * steps >> slices_log;

@@ -1,9 +1,12 @@
 """The op contract. Every op has a float32 reference (`ops.reference`) and kernels per device.
 
-Shapes use M tokens (rows), N outputs, K inputs, H heads, D = head_dim, T = KV capacity in positions,
-S = sequence slots. Activations are fp32 on the CPU; fp32 or bf16 on CUDA. Rows of activations are contiguous
-in their last dimension and may be strided in the first. Positions, slots and token ids are int32 tensors on the
-device, so one captured step serves every position.
+Shapes use M tokens (rows), N outputs, K inputs, H heads, D = head_dim, S = sequence slots. Activations are fp32 on
+the CPU; fp32 or bf16 on CUDA. Rows of activations are contiguous in their last dimension and may be strided in the
+first. Positions, slots, tables and token ids are int32 tensors on the device: one captured step serves every position.
+
+A layer's KV cache is two pools of pages, (P, Hkv, PAGE, D) fp32 or bf16; `tables` (S, W) int32 is for all layers:
+position p of slot s is row p % PAGE of page tables[s, p // PAGE]. Entries for positions that no row touches may be
+anything, and which pages a slot has changes no result. Nothing inside a captured program may write the tables.
 
 Ops allocate and return their result unless the docstring says "in place". All raise `ValueError` with the shapes
 and dtypes they got when the contract is broken.
@@ -17,24 +20,12 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from nibblelm.errors import DeviceError
 from nibblelm.ops import reference
-from nibblelm.ops.types import ActivationBits, LinearStep, PackedLinear, QuantizedWeight, SamplingState, Weight
+from nibblelm.ops.devices import backend
+from nibblelm.ops.types import PAGE, ActivationBits, LinearStep, PackedLinear, QuantizedWeight, SamplingState, Weight
 
-__all__ = ["ActivationBits", "LinearStep", "PackedLinear", "Program", "QuantizedWeight", "SamplingState", "Weight"]
-
-
-def backend(device: torch.device) -> ModuleType:
-    """The kernel module of a device: `ops.cpu` or `ops.cuda`."""
-    if device.type == "cpu":
-        from nibblelm.ops import cpu
-
-        return cpu
-    if device.type == "cuda":
-        from nibblelm.ops import cuda
-
-        return cuda
-    raise DeviceError(f"device {device.type!r} is not supported; use cpu or cuda")
+__all__ = ["PAGE", "ActivationBits", "LinearStep", "PackedLinear", "Program", "QuantizedWeight"]
+__all__ += ["SamplingState", "Weight", "backend"]
 
 
 def _kernels(device: torch.device, op: str) -> ModuleType:
@@ -70,7 +61,7 @@ class Program(Protocol):
 def capture(device: torch.device) -> AbstractContextManager[Program]:
     """Record the ops of this module called inside the block, to be replayed in one call without Python.
 
-    Inputs are read again at replay, so positions, slots and ids are changed by writing into their tensors;
+    Inputs are read again at replay, so positions, slots, tables and ids are changed by writing into their tensors;
     results appear in the tensors that the ops returned while they were recorded. Only ops of this module count:
     other torch calls inside the block are not recorded. The results of the block itself are undefined until the
     first `replay`. Recording is per thread, cannot be nested (RuntimeError), and is dropped on an exception.
@@ -208,6 +199,7 @@ def rope_append(
     qkv: Tensor,
     positions: Tensor,
     slots: Tensor,
+    tables: Tensor,
     cos: Tensor,
     sin: Tensor,
     k_cache: Tensor,
@@ -226,16 +218,18 @@ def rope_append(
     Returns the rotated q, (M, H, D), a view of qkv. The k and v rows of qkv are undefined afterwards.
     """
     return backend(qkv.device).rope_append(
-        qkv, positions, slots, cos, sin, k_cache, v_cache, q_norm, k_norm, eps, plus_one, interleaved
+        qkv, positions, slots, tables, cos, sin, k_cache, v_cache, q_norm, k_norm, eps, plus_one, interleaved
     )
 
 
-def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor) -> None:
+def kv_append(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, tables: Tensor
+) -> None:
     """Write new keys and values into the cache, in place.
 
-    k, v (M, Hkv, D), any stride in the first dimension; caches (S, Hkv, T, D) fp32 or bf16; slots, positions (M,)
+    k, v (M, Hkv, D), any stride in the first dimension; caches (P, Hkv, PAGE, D); slots, positions (M,)
     """
-    backend(k.device).kv_append(k, v, k_cache, v_cache, slots, positions)
+    backend(k.device).kv_append(k, v, k_cache, v_cache, slots, positions, tables)
 
 
 def attention(
@@ -244,6 +238,7 @@ def attention(
     v_cache: Tensor,
     slots: Tensor,
     positions: Tensor,
+    tables: Tensor,
     scale: float,
     window: int = 0,
     *,
@@ -256,8 +251,8 @@ def attention(
 ) -> Tensor:
     """Causal attention of new tokens against the cache, by online softmax (Milakov & Gimelshein 2018).
 
-    q (M, H, D), any stride in the first dimension; caches (S, Hkv, T, D), H a multiple of Hkv;
-    row m attends to positions p of cache slots[m] with p <= positions[m] and, if window > 0,
+    q (M, H, D), any stride in the first dimension; caches (P, Hkv, PAGE, D), H a multiple of Hkv;
+    row m attends to positions p of slot slots[m] with p <= positions[m] and, if window > 0,
     p > positions[m] - window. returns (M, H * D)
 
     The score of a pair is q . k * scale; softcap > 0 makes it softcap * tanh(score / softcap). Then are added
@@ -270,17 +265,19 @@ def attention(
                   its tiled prefill kernel; a device may not see whether the promise is kept
     """
     options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
+    inputs = (q, k_cache, v_cache, slots, positions, tables, scale, window)
     if q.device.type == "cpu":
         if softcap == 0.0 and all(option is None for option in options[1:]):
-            return backend(q.device).attention(q, k_cache, v_cache, slots, positions, scale, window)
-        return backend(q.device).attention_with_options(q, k_cache, v_cache, slots, positions, scale, window, *options)
-    return backend(q.device).attention(q, k_cache, v_cache, slots, positions, scale, window, *options, one_sequence)
+            return backend(q.device).attention(*inputs)
+        return backend(q.device).attention_with_options(*inputs, *options)
+    return backend(q.device).attention(*inputs, *options, one_sequence)
 
 
 def rope_attention(
     qkv: Tensor,
     positions: Tensor,
     slots: Tensor,
+    tables: Tensor,
     cos: Tensor,
     sin: Tensor,
     k_cache: Tensor,
@@ -303,12 +300,13 @@ def rope_attention(
     """
     if qkv.device.type == "cuda":
         return backend(qkv.device).rope_attention(
-            qkv, positions, slots, cos, sin, k_cache, v_cache, scale, window, q_norm, k_norm, eps, plus_one,
+            qkv, positions, slots, tables, cos, sin, k_cache, v_cache, scale, window, q_norm, k_norm, eps, plus_one,
             interleaved, one_sequence,
         )  # fmt: skip
-    q = rope_append(qkv, positions, slots, cos, sin, k_cache, v_cache, q_norm, k_norm, eps, plus_one, interleaved)
+    norms = (q_norm, k_norm, eps, plus_one)
+    q = rope_append(qkv, positions, slots, tables, cos, sin, k_cache, v_cache, *norms, interleaved)
     main = positions if positions.ndim == 1 else positions[0]
-    return attention(q, k_cache, v_cache, slots, main, scale, window)
+    return attention(q, k_cache, v_cache, slots, main, tables, scale, window)
 
 
 def attention_mask(scores: Tensor, mask: Tensor, value: float = -10000.0) -> Tensor:

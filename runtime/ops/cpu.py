@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nibblelm import _cpu
 from nibblelm.ops import reference
-from nibblelm.ops.types import PackedLinear, QuantizedWeight, Weight
+from nibblelm.ops.types import PAGE, PackedLinear, QuantizedWeight, Weight
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _thread = local()
@@ -240,29 +240,38 @@ def swiglu(gate_up: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- attention
 
 
-def _cache(k_cache: Tensor, v_cache: Tensor) -> tuple[_cpu.KvCache, int, int]:
+def _cache(k_cache: Tensor, v_cache: Tensor, tables: Tensor) -> tuple[_cpu.KvCache, int, int]:
     """The cache, its number of heads and their width."""
     dtype = k_cache.dtype
-    if k_cache.ndim != 4 or dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"k_cache must be (S, heads, T, D) fp32 or bf16, got {_describe(k_cache)}")
-    slots, heads, capacity, width = k_cache.shape
-    addresses = _flat("k_cache", k_cache, k_cache.shape, dtype), _flat("v_cache", v_cache, k_cache.shape, dtype)
-    return _cpu.KvCache(*addresses, slots, heads, capacity, width, dtype == torch.bfloat16), heads, width
+    if k_cache.ndim != 4 or k_cache.shape[2] != PAGE or dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"k_cache must be (P, heads, {PAGE}, D) fp32 or bf16, got {_describe(k_cache)}")
+    if tables.ndim != 2:
+        raise ValueError(f"tables must be (S, W) int32, got {_describe(tables)}")
+    (pages, heads, _, width), (slots, table_width) = k_cache.shape, tables.shape
+    cache = _cpu.KvCache(
+        k=_flat("k_cache", k_cache, k_cache.shape, dtype), v=_flat("v_cache", v_cache, k_cache.shape, dtype),
+        tables=_flat("tables", tables, tables.shape, torch.int32), pages=pages, slots=slots, table_width=table_width,
+        heads=heads, width=width, bf16=dtype == torch.bfloat16,
+    )  # fmt: skip
+    return cache, heads, width
 
 
-def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor) -> None:
-    cache, heads, width = _cache(k_cache, v_cache)
+def kv_append(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, tables: Tensor
+) -> None:
+    cache, heads, width = _cache(k_cache, v_cache, tables)
     m = k.shape[0]
     strides = _rows("k", k, 3, (m, heads, width)), _rows("v", v, 3, (m, heads, width))
     where = _indices("slots", slots, m), _indices("positions", positions, m)
     _cpu.kv_append(k.data_ptr(), v.data_ptr(), cache, *where, m, *strides)
-    _keep(k, v, k_cache, v_cache, slots, positions)
+    _keep(k, v, k_cache, v_cache, slots, positions, tables)
 
 
 def rope_append(
     qkv: Tensor,
     positions: Tensor,
     slots: Tensor,
+    tables: Tensor,
     cos: Tensor,
     sin: Tensor,
     k_cache: Tensor,
@@ -279,21 +288,28 @@ def rope_append(
         if weight is not None:
             _rms_norm_into(part, part, weight, eps, None, plus_one)
         rope(part, positions, cos, sin, interleaved)
-    kv_append(k, v, k_cache, v_cache, slots, positions if positions.ndim == 1 else positions[0])
+    kv_append(k, v, k_cache, v_cache, slots, positions if positions.ndim == 1 else positions[0], tables)
     return q
 
 
 def attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, scale: float, window: int
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    tables: Tensor,
+    scale: float,
+    window: int,
 ) -> Tensor:
-    cache, kv_heads, width = _cache(k_cache, v_cache)
+    cache, kv_heads, width = _cache(k_cache, v_cache, tables)
     stride, (m, heads, _) = _rows("q", q, 3, (None, None, width)), q.shape
     if heads % kv_heads or window < 0:
         raise ValueError(f"{heads} query heads on {kv_heads} kv heads with window {window} is not possible")
     out = torch.empty(m, heads * width)
     where = _indices("slots", slots, m), _indices("positions", positions, m)
     _cpu.attention(q.data_ptr(), cache, *where, out.data_ptr(), m, heads, stride, window, scale)
-    _keep(q, k_cache, v_cache, slots, positions, out)
+    _keep(q, k_cache, v_cache, slots, positions, tables, out)
     return out
 
 

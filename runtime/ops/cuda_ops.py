@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nibblelm.ops.cuda_device import DTYPES, fused, kernels, launch_args
-from nibblelm.ops.types import QuantizedWeight, SamplingState, Weight
+from nibblelm.ops.types import PAGE, QuantizedWeight, SamplingState, Weight
 
 PREFILL_ROWS = 17  # fewer rows of one sequence go to the decode kernel, as a batch of as many sequences does
 _ACTIVATIONS = {"silu": 0, "tanh": 1, "erf": 2}
@@ -88,17 +88,23 @@ def _rope_table(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interlea
     return kernels.RopeTable(positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), half, streams, interleaved)
 
 
-def _cache_target(op: str, m: int, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor) -> Any:
+def _paged_cache(
+    op: str, m: int, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, tables: Tensor
+) -> Any:
     _require(
-        k_cache.ndim == 4 and k_cache.shape == v_cache.shape and k_cache.dtype == v_cache.dtype
-        and k_cache.dtype in {torch.float32, torch.bfloat16} and k_cache.is_contiguous() and v_cache.is_contiguous()
-        and _vector(slots, m, torch.int32) and _vector(positions, m, torch.int32),
-        op, "caches (S, Hkv, T, D) fp32 or bf16, slots and positions (M,) int32", k_cache, v_cache, slots, positions,
+        k_cache.ndim == 4 and k_cache.shape[2] == PAGE and k_cache.shape == v_cache.shape
+        and k_cache.dtype == v_cache.dtype and k_cache.dtype in {torch.float32, torch.bfloat16}
+        and k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[0] > 0
+        and _vector(slots, m, torch.int32) and _vector(positions, m, torch.int32)
+        and tables.ndim == 2 and tables.shape[1] > 0 and tables.dtype == torch.int32 and tables.is_contiguous(),
+        op, f"caches (P, Hkv, {PAGE}, D) fp32 or bf16, slots and positions (M,) int32, tables (S, W) int32",
+        k_cache, v_cache, slots, positions, tables,
     )  # fmt: skip
-    slot_count, kv_heads, capacity, head_dim = k_cache.shape
-    return kernels.CacheTarget(
-        k_cache.data_ptr(), v_cache.data_ptr(), slots.data_ptr(), positions.data_ptr(), slot_count, kv_heads,
-        capacity, head_dim, DTYPES[k_cache.dtype],
+    (pages, kv_heads, _, head_dim), (slot_count, table_width) = k_cache.shape, tables.shape
+    return kernels.PagedCache(
+        k=k_cache.data_ptr(), v=v_cache.data_ptr(), tables=tables.data_ptr(), slots=slots.data_ptr(),
+        positions=positions.data_ptr(), pages=pages, slot_count=slot_count, table_width=table_width,
+        kv_heads=kv_heads, head_dim=head_dim, dtype=DTYPES[k_cache.dtype],
     )  # fmt: skip
 
 
@@ -109,19 +115,22 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
     return x
 
 
-def kv_append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor) -> None:
+def kv_append(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, tables: Tensor
+) -> None:
     m = k.shape[0]
-    target = _cache_target("kv_append", m, k_cache, v_cache, slots, positions)
+    cache = _paged_cache("kv_append", m, k_cache, v_cache, slots, positions, tables)
     shape = (m, k_cache.shape[1], k_cache.shape[3])
     same = k.shape == shape and v.shape == shape and k.dtype == v.dtype
     _require(same and _rows(k) and _rows(v), "kv_append", f"k and v {shape} of one dtype", k, v)
-    kernels.kv_append(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), m, target, DTYPES[k.dtype], *launch_args())
+    kernels.kv_append(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), m, cache, DTYPES[k.dtype], *launch_args())
 
 
 def rope_append(
     qkv: Tensor,
     positions: Tensor,
     slots: Tensor,
+    tables: Tensor,
     cos: Tensor,
     sin: Tensor,
     k_cache: Tensor,
@@ -135,12 +144,12 @@ def rope_append(
     table = _rope_table(qkv, positions, cos, sin, interleaved)
     m, all_heads, head_dim = qkv.shape
     main = positions if positions.ndim == 1 else positions[0]
-    target = _cache_target("rope_append", m, k_cache, v_cache, slots, main)
+    cache = _paged_cache("rope_append", m, k_cache, v_cache, slots, main, tables)
     heads = all_heads - 2 * k_cache.shape[1]
     fits = heads > 0 and head_dim == k_cache.shape[3] and _vector(q_norm, head_dim) and _vector(k_norm, head_dim)
     _require(fits, "rope_append", "qkv (M, H + 2 Hkv, D), norms (D,) fp32", qkv, k_cache, q_norm, k_norm)
     kernels.rope_append(
-        qkv.data_ptr(), qkv.stride(0), m, heads, table, target, _address(q_norm), _address(k_norm), eps, plus_one,
+        qkv.data_ptr(), qkv.stride(0), m, heads, table, cache, _address(q_norm), _address(k_norm), eps, plus_one,
         DTYPES[qkv.dtype], *launch_args(),
     )  # fmt: skip
     return qkv[:, :heads]
@@ -159,6 +168,7 @@ def _attention_args(
     v_cache: Tensor,
     slots: Tensor,
     positions: Tensor,
+    tables: Tensor,
     scale: float,
     window: int,
     options: AttentionOptions,
@@ -167,29 +177,29 @@ def _attention_args(
     """The launchers' argument, the result, and the workspace (to be kept until the launch)."""
     softcap, alibi_slopes, prefix_lengths, starts, mask = options
     m, heads, head_dim = q.shape
-    _cache_target("attention", m, k_cache, v_cache, slots, positions)
-    slot_count, kv_heads, capacity, _ = k_cache.shape
+    cache = _paged_cache("attention", m, k_cache, v_cache, slots, positions, tables)
     _require(
-        _rows(q) and k_cache.shape[3] == head_dim and heads % kv_heads == 0 and head_dim % 8 == 0 and head_dim <= 256
-        and scale > 0,
+        _rows(q) and k_cache.shape[3] == head_dim and heads % k_cache.shape[1] == 0
+        and head_dim % 8 == 0 and head_dim <= 256 and scale > 0,
         "attention", f"q (M, H, D), D a multiple of 8 up to 256, H a multiple of Hkv; scale {scale} > 0", q, k_cache,
     )  # fmt: skip
     fits = mask is None or (mask.ndim == 2 and mask.shape[0] == m and mask.stride(1) == 1)
     _require(
         fits and (mask is None or mask.dtype == torch.float32) and _vector(alibi_slopes, heads)
-        and _vector(prefix_lengths, m, torch.int32) and _vector(starts, slot_count, torch.int32),
+        and _vector(prefix_lengths, m, torch.int32) and _vector(starts, tables.shape[0], torch.int32),
         "attention", "alibi_slopes (H,) and mask (M, columns) fp32, prefix_lengths (M,) and starts (S,) int32",
         alibi_slopes, prefix_lengths, starts, mask,
     )  # fmt: skip
     out = torch.empty(m, heads * head_dim, dtype=q.dtype, device=q.device)
-    bytes_needed = 0 if prefill else kernels.attention_workspace(m, heads, head_dim, capacity)
-    workspace = torch.empty(bytes_needed, dtype=torch.uint8, device=q.device)
     args = kernels.AttentionArgs(
-        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), out.data_ptr(), workspace.data_ptr(), slots.data_ptr(),
-        positions.data_ptr(), _address(alibi_slopes), _address(prefix_lengths), _address(starts), _address(mask),
-        q.stride(0), 0 if mask is None else mask.stride(0), m, capacity, 0 if mask is None else mask.shape[1],
-        slot_count, heads, kv_heads, head_dim, window, scale, softcap, DTYPES[q.dtype], DTYPES[k_cache.dtype],
+        q=q.data_ptr(), out=out.data_ptr(), cache=cache, slopes=_address(alibi_slopes),
+        prefix=_address(prefix_lengths), starts=_address(starts), mask=_address(mask), q_stride=q.stride(0),
+        mask_stride=0 if mask is None else mask.stride(0), rows=m, mask_columns=0 if mask is None else mask.shape[1],
+        heads=heads, window=window, scale=scale, softcap=softcap, dtype=DTYPES[q.dtype],
     )  # fmt: skip
+    bytes_needed = 0 if prefill else kernels.attention_workspace(args)
+    workspace = torch.empty(bytes_needed, dtype=torch.uint8, device=q.device)
+    args.workspace = workspace.data_ptr()
     return args, out, workspace
 
 
@@ -199,6 +209,7 @@ def attention(
     v_cache: Tensor,
     slots: Tensor,
     positions: Tensor,
+    tables: Tensor,
     scale: float,
     window: int,
     softcap: float,
@@ -210,7 +221,9 @@ def attention(
 ) -> Tensor:
     prefill = one_sequence and q.shape[0] >= PREFILL_ROWS
     options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
-    args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, positions, scale, window, options, prefill)
+    args, out, _workspace = _attention_args(
+        q, k_cache, v_cache, slots, positions, tables, scale, window, options, prefill
+    )
     (kernels.attention_prefill if prefill else kernels.attention_decode)(args, *launch_args())
     return out
 
@@ -219,6 +232,7 @@ def rope_attention(
     qkv: Tensor,
     positions: Tensor,
     slots: Tensor,
+    tables: Tensor,
     cos: Tensor,
     sin: Tensor,
     k_cache: Tensor,
@@ -236,15 +250,16 @@ def rope_attention(
     if fused() and not (one_sequence and qkv.shape[0] > 1):  # rows of one sequence attend to each other's keys
         q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
         table = _rope_table(qkv, positions, cos, sin, interleaved)
-        args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, main, scale, window, _PLAIN, False)
-        if cos.shape[0] >= k_cache.shape[2] and kernels.attention_fuses(args, table):
+        args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, main, tables, scale, window, _PLAIN, False)
+        if cos.shape[0] >= tables.shape[1] * PAGE and kernels.attention_fuses(args, table):
             normed = _vector(q_norm, q.shape[2]) and _vector(k_norm, q.shape[2])
             _require(normed, "rope_attention", "norms (D,) fp32", q_norm, k_norm)
             norms = (_address(q_norm), _address(k_norm), eps, plus_one)
             kernels.attention_rope(args, table, *norms, *launch_args())
             return out
-    q = rope_append(qkv, positions, slots, cos, sin, k_cache, v_cache, q_norm, k_norm, eps, plus_one, interleaved)
-    return attention(q, k_cache, v_cache, slots, main, scale, window, *_PLAIN, one_sequence)
+    norms = (q_norm, k_norm, eps, plus_one)
+    q = rope_append(qkv, positions, slots, tables, cos, sin, k_cache, v_cache, *norms, interleaved)
+    return attention(q, k_cache, v_cache, slots, main, tables, scale, window, *_PLAIN, one_sequence)
 
 
 def _score_planes(op: str, scores: Tensor) -> tuple[int, ...]:

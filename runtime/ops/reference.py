@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nibblelm.ops.types import QuantizedWeight, SamplingState, Weight
+from nibblelm.ops.types import PAGE, QuantizedWeight, SamplingState, Weight
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -64,12 +64,22 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
     return torch.cat((joined, x[..., 2 * half :].float()), -1)
 
 
+def cached(cache: Tensor, table: Tensor, first: int, end: int) -> Tensor:
+    """Positions [first, end) of the slot with this table (W,), in fp32: (P, Hkv, PAGE, D) -> (Hkv, end - first, D)."""
+    places = torch.arange(first, end, device=table.device)
+    pages = table[places // PAGE].long()
+    if ((pages < 0) | (pages >= cache.shape[0])).any():
+        raise ValueError(f"a page of positions {first} to {end} is outside the cache of {cache.shape[0]} pages")
+    return cache[pages, :, places % PAGE].float().transpose(0, 1)
+
+
 def attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
     positions: Tensor,
+    tables: Tensor,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
@@ -84,8 +94,7 @@ def attention(
         end = end if mask is None else min(end, mask.shape[1])
         first = max(0, position + 1 - window) if window > 0 else 0
         first = min(end, first if starts is None else max(first, int(starts[slot])))
-        k = k_cache[slot, :, first:end].float().repeat_interleave(heads_per_kv, 0)
-        v = v_cache[slot, :, first:end].float().repeat_interleave(heads_per_kv, 0)
+        k, v = (cached(t, tables[slot], first, end).repeat_interleave(heads_per_kv, 0) for t in (k_cache, v_cache))
         scores = torch.einsum("hd,hpd->hp", row, k) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
@@ -219,6 +228,7 @@ __all__ = [
     "argmax",
     "attention",
     "attention_mask",
+    "cached",
     "dequantize",
     "embedding",
     "geglu",

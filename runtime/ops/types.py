@@ -6,6 +6,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from nibblelm import _cpu
+
+PAGE: int = _cpu.PAGE
+"""Positions of a page of the KV cache."""
+
 ActivationBits = Literal[8, 16, 24]
 
 

@@ -1,12 +1,17 @@
 """CPU attention and the ops around it against float64: masks, GQA, odd widths, both cache types, and rows alone."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from nibblelm import _cpu, ops
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kv_pages import PAGE, paged, positions_of, table_of
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -40,9 +45,24 @@ def oracle(
     return torch.stack(out), torch.stack(magnitude)
 
 
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int = 0,
+    seed: int | None = 0,
+) -> Tensor:
+    """The op on the pages of caches in positions."""
+    tables = table_of(k.shape[0], k.shape[2], seed=seed)
+    return ops.attention(q, paged(k, tables), paged(v, tables), slots, positions, tables, scale, window)
+
+
 def check(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, window: int = 0) -> Tensor:
     scale = q.shape[2] ** -0.5
-    got = ops.attention(q, k, v, slots, positions, scale, window)
+    got = attention(q, k, v, slots, positions, scale, window)
     want, magnitude = oracle(q, k, v, slots, positions, scale, window)
     # Scores of up to about 10 are rounded to 2^-24 of themselves a few times; that becomes relative in the weights.
     assert ((got - want).abs() <= 4e-6 * magnitude).all(), ((got - want).abs() / magnitude).max()
@@ -85,7 +105,7 @@ def test_long_context_is_split_over_positions(isa: str, dtype: torch.dtype) -> N
 
 def test_large_scores_stay_finite(isa: str) -> None:
     k, v = cache(1, 1, 100, 64, 100, FP32)
-    got = ops.attention(torch.randn(2, 1, 64) * 1e4, k * 1e4, v, int32([0, 0]), int32([99, 50]), 1.0)
+    got = attention(torch.randn(2, 1, 64) * 1e4, k * 1e4, v, int32([0, 0]), int32([99, 50]), 1.0)
     assert got.isfinite().all()
 
 
@@ -97,12 +117,12 @@ def test_a_row_does_not_depend_on_its_batch_or_on_the_threads(isa: str, dtype: t
     k, v = cache(1, 2, count, 16, count, dtype)
     q, slots = torch.randn(count, 4, 16), torch.zeros(count, dtype=torch.int32)
     positions = torch.arange(count, dtype=torch.int32)
-    together = ops.attention(q, k, v, slots, positions, 0.25, window)
+    together = attention(q, k, v, slots, positions, 0.25, window)
     for row in (0, 1, 63, 64, 511, 512, 1000, 1199):
-        alone = ops.attention(q[row : row + 1], k, v, slots[:1], positions[row : row + 1], 0.25, window)
+        alone = attention(q[row : row + 1], k, v, slots[:1], positions[row : row + 1], 0.25, window)
         assert torch.equal(alone[0], together[row]), row
     _cpu.set_threads(1)
-    assert torch.equal(ops.attention(q, k, v, slots, positions, 0.25, window), together)
+    assert torch.equal(attention(q, k, v, slots, positions, 0.25, window), together)
     _cpu.set_threads(0)
 
 
@@ -110,44 +130,73 @@ def test_instruction_sets_agree_bit_for_bit(each_isa: Callable[[Callable[[], Ten
     k, v = cache(1, 2, 700, 80, 700, BF16)
     q, positions = torch.randn(20, 4, 80), torch.arange(680, 700, dtype=torch.int32)
     slots = torch.zeros(20, dtype=torch.int32)
-    results = each_isa(lambda: ops.attention(q, k, v, slots, positions, 0.1))
+    results = each_isa(lambda: attention(q, k, v, slots, positions, 0.1))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_kv_append_rounds_to_nearest_even(isa: str, dtype: torch.dtype) -> None:
-    k_cache, v_cache = torch.zeros(3, 2, 10, 24, dtype=dtype), torch.zeros(3, 2, 10, 24, dtype=dtype)
+    tables = table_of(3, 100)
+    k_cache, v_cache = torch.zeros(2, 7, 2, PAGE, 24, dtype=dtype).unbind()
     rows = torch.randn(4, 6, 24)
     rows[0, 2, :4] = torch.tensor([1 + 2.0**-8, 1 + 3 * 2.0**-8, torch.inf, torch.nan])  # two ties
     k, v = rows[:, 2:4], rows[:, 4:]
-    slots, positions = [2, 0, 2, 1], [9, 0, 3, 5]
-    ops.kv_append(k, v, k_cache, v_cache, int32(slots), int32(positions))
-    for new, written in ((k, k_cache), (v, v_cache)):
+    slots, positions = [2, 0, 2, 1], [63, 0, 64, 99]
+    ops.kv_append(k, v, k_cache, v_cache, int32(slots), int32(positions), tables)
+    for new, pool in ((k, k_cache), (v, v_cache)):
+        written = positions_of(pool, tables)
         want = torch.zeros_like(written)
         want[slots, :, positions] = new.to(dtype)
         assert torch.equal(written.nan_to_num(7.0), want.nan_to_num(7.0))
+        assert pool[7 * 6 // 2 - int(tables.sum())].eq(0).all()  # the page of no slot
 
 
-def test_out_of_range_slots_and_positions_are_refused() -> None:
-    k, v = cache(2, 1, 10, 16, 10, FP32)
-    q = torch.randn(1, 1, 16)
-    for slot, position in ((2, 0), (-1, 0), (0, 10), (0, -1)):
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("window", [0, 100])
+def test_pages_may_be_anywhere(isa: str, dtype: torch.dtype, window: int) -> None:
+    """The bits of pages in order, whatever their order, for a prompt and for rows with the splits of a long one."""
+    k, v = cache(2, 2, 1100, 80, 1100, dtype)
+    q, slots = torch.randn(40, 4, 80), int32([0] * 17 + [1] * 23)
+    positions = torch.cat((torch.arange(600, 617), torch.arange(1077, 1100))).int()
+    for rows in (slice(None), slice(16, 18)):
+        case = (q[rows], k, v, slots[rows], positions[rows], 0.1, window)
+        want = attention(*case, seed=None)
+        assert all(torch.equal(attention(*case, seed=seed), want) for seed in (1, 2))
+
+
+def test_out_of_range_slots_positions_and_pages_are_refused() -> None:
+    pool, tables, q = torch.zeros(3, 1, PAGE, 16), int32([0, 1, 2, 7]).view(2, 2), torch.randn(1, 1, 16)
+    for slot, position in ((2, 0), (-1, 0), (0, 128), (0, -1), (1, 64)):
+        where = (int32([slot]), int32([position]), tables)
         with pytest.raises(ValueError, match="outside the cache"):
-            ops.attention(q, k, v, int32([slot]), int32([position]), 1.0)
+            ops.attention(q, pool, pool, *where, 1.0)
         with pytest.raises(ValueError, match="outside the cache"):
-            ops.kv_append(q, q, k, v, int32([slot]), int32([position]))
+            ops.kv_append(q, q, pool, pool, *where)
+    where = (int32([1]), int32([70]), int32([7, -1, -1, 1]).view(2, 2))
+    ops.kv_append(q, q, pool, pool, *where)  # what a row does not touch need not be there
+    ops.attention(q, pool, pool, *where, 1.0, window=7)
+    with pytest.raises(ValueError, match="outside the cache"):
+        ops.attention(q, pool, pool, *where, 1.0, window=8)
+    with pytest.raises(ValueError, match="outside the cache"):
+        ops.attention(q, pool, pool, *where, 1.0, softcap=1.0)
 
 
 def test_broken_contracts_are_refused() -> None:
-    k, v = cache(1, 2, 10, 16, 10, FP32)
-    where = int32([0]), int32([3])
+    pool, tables = torch.zeros(1, 2, PAGE, 16), int32([0]).view(1, 1)
+    where = int32([0]), int32([3]), tables
     with pytest.raises(ValueError, match="query heads"):
-        ops.attention(torch.randn(1, 3, 16), k, v, *where, 1.0)
+        ops.attention(torch.randn(1, 3, 16), pool, pool, *where, 1.0)
     with pytest.raises(ValueError, match="q must be"):
-        ops.attention(torch.randn(1, 4, 8), k, v, *where, 1.0)
+        ops.attention(torch.randn(1, 4, 8), pool, pool, *where, 1.0)
     with pytest.raises(ValueError, match="k_cache must be"):
-        ops.attention(torch.randn(1, 4, 16), k.half(), v.half(), *where, 1.0)
+        ops.attention(torch.randn(1, 4, 16), pool.half(), pool.half(), *where, 1.0)
+    with pytest.raises(ValueError, match="k_cache must be"):
+        ops.attention(torch.randn(1, 4, 16), pool[:, :, :32], pool[:, :, :32], *where, 1.0)
     with pytest.raises(ValueError, match="v_cache must be"):
-        ops.attention(torch.randn(1, 4, 16), k, v[:, :1], *where, 1.0)
+        ops.attention(torch.randn(1, 4, 16), pool, pool[:, :1], *where, 1.0)
     with pytest.raises(ValueError, match="positions must be"):
-        ops.attention(torch.randn(1, 4, 16), k, v, where[0], where[1].long(), 1.0)
+        ops.attention(torch.randn(1, 4, 16), pool, pool, where[0], where[1].long(), tables, 1.0)
+    with pytest.raises(ValueError, match="tables must be"):
+        ops.attention(torch.randn(1, 4, 16), pool, pool, *where[:2], tables[0], 1.0)
+    with pytest.raises(ValueError, match="tables must be"):
+        ops.attention(torch.randn(1, 4, 16), pool, pool, *where[:2], tables.long(), 1.0)

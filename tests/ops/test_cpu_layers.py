@@ -1,6 +1,8 @@
 """CPU norms, rope, swiglu, embedding, softmax, log_softmax and argmax against float64."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,9 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.ops import QuantizedWeight, reference
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kv_pages import positions_of, table_of
 
 SIZES = [1, 3, 8, 17, 63, 172, 4099]
 ULP = 2.0**-24  # half a unit in the last place of fp32, relative
@@ -77,8 +82,10 @@ def test_rope_append_is_the_ops_it_fuses(isa: str) -> None:
     before = qkv.clone()
     cos, sin = tables(20, 8)
     positions, slots = (torch.tensor(t, dtype=torch.int32) for t in ([4, 0, 19], [1, 0, 1]))
-    k_cache, v_cache = torch.zeros(2, 2, 20, 16), torch.zeros(2, 2, 20, 16)
-    q = ops.rope_append(qkv, positions, slots, cos, sin, k_cache, v_cache, q_norm, k_norm, 1e-5)
+    k_pool, v_pool = torch.zeros(2, 3, 2, ops.PAGE, 16).unbind()
+    page_tables = table_of(2, 20)
+    q = ops.rope_append(qkv, positions, slots, page_tables, cos, sin, k_pool, v_pool, q_norm, k_norm, 1e-5)
+    k_cache, v_cache = (positions_of(pool, page_tables) for pool in (k_pool, v_pool))
     want_q = reference.rope(reference.rms_norm(before[:, :4], q_norm, 1e-5)[0], positions, cos, sin)
     want_k = reference.rope(reference.rms_norm(before[:, 4:6], k_norm, 1e-5)[0], positions, cos, sin)
     assert torch.allclose(q, want_q, atol=1e-5)

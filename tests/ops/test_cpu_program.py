@@ -18,13 +18,14 @@ CPU = torch.device("cpu")
 
 
 def test_replay_equals_the_ops_themselves(make_weight: Callable[..., QuantizedWeight]) -> None:
-    """A small layer recorded once and replayed at other ids and positions, with its temporaries out of reach."""
+    """A small layer recorded once and replayed at other ids, positions and pages, with its temporaries out of reach."""
     table, norm = torch.randn(20, 64).bfloat16(), torch.randn(64)
     qkv_weight = ops.pack_linear([make_weight(128, 64, 4, 32)], CPU)
     head = ops.pack_linear([make_weight(331, 64, 8, -1)], CPU)
     angles = torch.randn(30, 8)
     cos, sin = angles.cos(), angles.sin()
-    caches = [torch.zeros(1, 2, 30, 16) for _ in range(4)]
+    caches = [torch.zeros(3, 2, ops.PAGE, 16) for _ in range(4)]
+    tables = torch.tensor([[1]], dtype=torch.int32)
     ids, positions, slots = (torch.zeros(1, dtype=torch.int32) for _ in range(3))
 
     def step(caches: list[torch.Tensor], together: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -32,18 +33,18 @@ def test_replay_equals_the_ops_themselves(make_weight: Callable[..., QuantizedWe
         h, _ = ops.rms_norm(x, norm, 1e-5)
         qkv = ops.linear(h, qkv_weight, None, 8).view(1, 8, 16)
         if together:
-            y = ops.rope_attention(qkv, positions, slots, cos, sin, *caches, 0.25)
+            y = ops.rope_attention(qkv, positions, slots, tables, cos, sin, *caches, 0.25)
         else:
-            q = ops.rope_append(qkv, positions, slots, cos, sin, *caches)
-            y = ops.attention(q, *caches, slots, positions, 0.25)
+            q = ops.rope_append(qkv, positions, slots, tables, cos, sin, *caches)
+            y = ops.attention(q, *caches, slots, positions, tables, 0.25)
         x = ops.linear(y, head)
         return ops.softmax(x), ops.argmax(x)
 
     with ops.capture(CPU) as program:
         results = step(caches[:2], True)
     garbage = [torch.full((1, n), 1e9) for n in (64, 128, 331) for _ in range(20)]  # would land in freed memory
-    for position, token in enumerate((3, 19, 0, 7)):
-        ids[0], positions[0] = token, position
+    for position, token, page in ((0, 3, 1), (1, 19, 1), (0, 0, 2), (1, 7, 2), (2, 3, 1)):
+        ids[0], positions[0], tables[0, 0] = token, position, page
         program.replay()
         expected = step(caches[2:], False)
         assert all(torch.equal(got, want) for got, want in zip(results, expected, strict=True))

@@ -1,5 +1,7 @@
 """The float32 reference of the ops against torch and transformers: what every kernel test leans on."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from nibblelm import ops, sampler
 from nibblelm.ops import reference
 from nibblelm.ops.types import SamplingState
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kv_pages import paged, positions_of, table_of
 
 SLOTS, KV_HEADS, CAPACITY, D = 2, 2, 96, 16
 
@@ -27,6 +32,13 @@ def case(heads: int, rows: list[tuple[int, int]], seed: int = 0) -> dict[str, An
 
 ROWS = [(0, 0), (1, 5), (0, 62), (1, 95)]
 COLUMNS = torch.arange(CAPACITY)
+
+
+def attention(c: dict[str, Any], **options: Any) -> Tensor:
+    """The op on pages of the caches."""
+    tables = table_of(SLOTS, CAPACITY)
+    pools = {name: paged(c[name], tables) for name in ("k_cache", "v_cache")}
+    return ops.attention(**(c | pools), tables=tables, scale=0.25, **options)
 
 
 def sdpa(c: dict[str, Any], allowed: Tensor, bias: Tensor | None = None, scale: float = 0.25) -> Tensor:
@@ -47,14 +59,14 @@ def test_attention_intervals(heads: int) -> None:
     c = case(heads, ROWS)
     position = c["positions"].unsqueeze(1)
     causal = position >= COLUMNS
-    torch.testing.assert_close(ops.attention(**c, scale=0.25), sdpa(c, causal), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(attention(c), sdpa(c, causal), atol=1e-5, rtol=1e-5)
     window = causal & (position - COLUMNS < 7)
-    torch.testing.assert_close(ops.attention(**c, scale=0.25, window=7), sdpa(c, window), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(attention(c, window=7), sdpa(c, window), atol=1e-5, rtol=1e-5)
     prefix = torch.tensor([3, 40, 1, 96], dtype=torch.int32)
-    got = ops.attention(**c, scale=0.25, prefix_lengths=prefix)
+    got = attention(c, prefix_lengths=prefix)
     torch.testing.assert_close(got, sdpa(c, causal | (prefix.unsqueeze(1) > COLUMNS)), atol=1e-5, rtol=1e-5)
     starts = torch.tensor([0, 4], dtype=torch.int32)
-    got = ops.attention(**c, scale=0.25, starts=starts)
+    got = attention(c, starts=starts)
     padded = causal & (starts[c["slots"].long()].unsqueeze(1) <= COLUMNS)
     torch.testing.assert_close(got, sdpa(c, padded), atol=1e-5, rtol=1e-5)
 
@@ -65,11 +77,11 @@ def test_attention_mask_and_alibi() -> None:
     mask = torch.randn(len(ROWS), 90)
     mask[:, 1::3] = -torch.inf
     bias = torch.nn.functional.pad(mask, (0, CAPACITY - 90), value=-torch.inf)
-    got = ops.attention(**c, scale=0.25, mask=mask)
+    got = attention(c, mask=mask)
     want = sdpa(c, causal, bias.view(len(ROWS), 1, 1, CAPACITY))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     alibi = build_alibi_tensor(torch.ones(1, CAPACITY), 4, torch.float32).view(4, 1, CAPACITY)
-    got = ops.attention(**c, scale=0.25, alibi_slopes=alibi[:, 0, 1].contiguous())
+    got = attention(c, alibi_slopes=alibi[:, 0, 1].contiguous())
     torch.testing.assert_close(got, sdpa(c, causal, alibi.expand(len(ROWS), -1, -1, -1)), atol=1e-5, rtol=1e-5)
 
 
@@ -78,9 +90,9 @@ def test_attention_softcap_and_nothing_to_see() -> None:
     scores = torch.einsum("mhd,mhpd->mhp", c["q"], c["k_cache"][c["slots"].long()]) * 0.25
     scores = (5 * torch.tanh(scores / 5)).masked_fill(c["positions"].view(-1, 1, 1) < COLUMNS, -torch.inf)
     want = torch.einsum("mhp,mhpd->mhd", scores.softmax(-1), c["v_cache"][c["slots"].long()]).flatten(1)
-    torch.testing.assert_close(ops.attention(**c, scale=0.25, softcap=5.0), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(attention(c, softcap=5.0), want, atol=1e-5, rtol=1e-5)
     starts = torch.tensor([10, 0], dtype=torch.int32)
-    got = ops.attention(**c, scale=0.25, starts=starts)
+    got = attention(c, starts=starts)
     assert got[0].eq(0).all()
     assert got[1:].ne(0).all()
 
@@ -129,7 +141,8 @@ def test_rope_two_streams() -> None:
 def test_rope_append_is_the_ops_it_fuses() -> None:
     m, heads, kv_heads, d = 4, 4, 2, 8
     qkv = torch.randn(m, heads + 2 * kv_heads, d)
-    k_cache, v_cache = torch.zeros(2, kv_heads, 32, d), torch.zeros(2, kv_heads, 32, d)
+    tables = table_of(2, 32)
+    k_pool, v_pool = torch.zeros(2, 3, kv_heads, ops.PAGE, d).unbind()
     slots, positions = torch.tensor([0, 1, 0, 1], dtype=torch.int32), torch.tensor([3, 9, 4, 10], dtype=torch.int32)
     angles = torch.rand(32, d // 2)
     q, k, v = qkv.clone().split((heads, kv_heads, kv_heads), 1)
@@ -137,8 +150,9 @@ def test_rope_append_is_the_ops_it_fuses() -> None:
     want_q = reference.rope(reference.rms_norm(q, norm, 1e-6)[0], positions, angles.cos(), angles.sin())
     want_k = reference.rope(reference.rms_norm(k, norm, 1e-6)[0], positions, angles.cos(), angles.sin())
     got = ops.rope_append(
-        qkv, positions, slots, angles.cos(), angles.sin(), k_cache, v_cache, norm, norm, interleaved=False
+        qkv, positions, slots, tables, angles.cos(), angles.sin(), k_pool, v_pool, norm, norm, interleaved=False
     )
+    k_cache, v_cache = positions_of(k_pool, tables), positions_of(v_pool, tables)
     torch.testing.assert_close(got, want_q, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(k_cache[slots.long(), :, positions.long()], want_k, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(v_cache[slots.long(), :, positions.long()], v)

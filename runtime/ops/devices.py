@@ -1,0 +1,20 @@
+"""Which module has the kernels of a device."""
+
+from types import ModuleType
+
+import torch
+
+from nibblelm.errors import DeviceError
+
+
+def backend(device: torch.device) -> ModuleType:
+    """The kernel module of a device: `ops.cpu` or `ops.cuda`."""
+    if device.type == "cpu":
+        from nibblelm.ops import cpu
+
+        return cpu
+    if device.type == "cuda":
+        from nibblelm.ops import cuda
+
+        return cuda
+    raise DeviceError(f"device {device.type!r} is not supported; use cpu or cuda")
