@@ -85,8 +85,15 @@ def bench_norms(limits: Limits, quick: bool) -> Iterator[Row]:
 
 
 def caches(length: int, batch: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    shape = (batch, 8, length, 128)
+    """Pools of pages. A baseline takes the same memory as (batch, 8, length, 128)."""
+    shape = (batch * length // ops.PAGE, 8, ops.PAGE, 128)
     return [tuple(torch.randn(shape, device=DEVICE).to(BF16) for _ in range(2)) for _ in range(count)]  # type: ignore[misc]
+
+
+def page_tables(length: int, batch: int) -> Tensor:
+    """Pages in random order, as a server has them after a while."""
+    pages = torch.randperm(batch * length // ops.PAGE, generator=torch.Generator().manual_seed(0))
+    return pages.view(batch, -1).int().to(DEVICE)
 
 
 def bench_decode_attention(limits: Limits, quick: bool) -> Iterator[Row]:
@@ -98,15 +105,17 @@ def bench_decode_attention(limits: Limits, quick: bool) -> Iterator[Row]:
         pairs = caches(length, batch, copies(nbytes))
         slots = torch.arange(batch, device=DEVICE).int()
         positions = torch.full((batch,), length - 1, device=DEVICE).int()
+        where = (slots, positions, page_tables(length, batch))
 
-        def ours(kv: Any, q: Tensor = q, slots: Tensor = slots, positions: Tensor = positions) -> Tensor:
-            return ops.attention(q, *kv, slots, positions, 128**-0.5)
+        def ours(kv: Any, q: Tensor = q, where: tuple[Tensor, ...] = where) -> Tensor:
+            return ops.attention(q, *kv, *where, 128**-0.5)
 
-        def sdpa(kv: Any, q: Tensor = q) -> Tensor:
-            return functional.scaled_dot_product_attention(q.unsqueeze(2), *kv, enable_gqa=True)
+        def sdpa(kv: Any, q: Tensor = q, shape: tuple[int, ...] = (batch, 8, length, 128)) -> Tensor:
+            k, v = (t.view(shape) for t in kv)
+            return functional.scaled_dot_product_attention(q.unsqueeze(2), k, v, enable_gqa=True)
 
         qkv, cos = torch.randn(batch, 48, 128, device=DEVICE).to(BF16), torch.rand(length, 64, device=DEVICE)
-        places = (qkv, positions, slots, cos, cos)
+        places = (qkv, positions, slots, where[2], cos, cos)
 
         def fused(kv: Any, places: tuple[Tensor, ...] = places) -> Tensor:
             return ops.rope_attention(*places, *kv, 128**-0.5)
@@ -126,14 +135,15 @@ def bench_prefill_attention(limits: Limits, quick: bool) -> Iterator[Row]:
         pairs = caches(length, 1, 4)
         q = torch.randn(length, 32, 128, device=DEVICE).to(BF16)
         slots = torch.zeros(length, device=DEVICE).int()
-        positions = torch.arange(length, device=DEVICE).int()
+        where = (slots, torch.arange(length, device=DEVICE).int(), page_tables(length, 1))
         heads_first = q.transpose(0, 1).unsqueeze(0).contiguous()
 
-        def ours(kv: Any, q: Tensor = q, slots: Tensor = slots, positions: Tensor = positions) -> Tensor:
-            return ops.attention(q, *kv, slots, positions, 128**-0.5, one_sequence=True)
+        def ours(kv: Any, q: Tensor = q, where: tuple[Tensor, ...] = where) -> Tensor:
+            return ops.attention(q, *kv, *where, 128**-0.5, one_sequence=True)
 
-        def sdpa(kv: Any, q: Tensor = heads_first) -> Tensor:
-            return functional.scaled_dot_product_attention(q, *kv, is_causal=True, enable_gqa=True)
+        def sdpa(kv: Any, q: Tensor = heads_first, shape: tuple[int, ...] = (1, 8, length, 128)) -> Tensor:
+            k, v = (t.view(shape) for t in kv)
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
         time, base = time_us(ours, pairs, 5), time_us(sdpa, pairs, 5)
         rate = 2 * length * length * 128 * 32 / time / 1e6
@@ -174,7 +184,8 @@ def bench_small(limits: Limits, quick: bool) -> Iterator[Row]:
     qkv = [torch.randn(1, 48, 128, device=DEVICE).to(BF16) for _ in range(8)]
     cos = torch.rand(8192, 64, device=DEVICE)
     kv, slot = caches(8192, 1, 1)[0], torch.zeros(1, device=DEVICE).int()
-    time = time_us(lambda x: ops.rope_append(x, slot, slot, cos, cos, *kv), qkv)
+    table = page_tables(8192, 1)
+    time = time_us(lambda x: ops.rope_append(x, slot, slot, table, cos, cos, *kv), qkv)
     yield Row("rope_append", "1x48x128", "bf16", time)
 
 
@@ -203,9 +214,10 @@ def bench_rope(limits: Limits, quick: bool) -> Iterator[Row]:
 
     def copied(place: tuple[Tensor, ...]) -> None:
         for source, cache in zip(place[:2], place[2:], strict=True):
-            cache[0].index_copy_(1, index, source.transpose(0, 1))
+            cache.view(8, 2048, 128).index_copy_(1, index, source.transpose(0, 1))
 
-    time = time_us(lambda place: ops.kv_append(*place, slots, positions), places)
+    tables = page_tables(2048, 1)
+    time = time_us(lambda place: ops.kv_append(*place, slots, positions, tables), places)
     base = time_us(copied, places)
     yield moving("kv_append", "2x2048x8x128", "bf16", 2 * nbytes, time, limits.copy_gb_s, "index_copy_", base)
 

@@ -1,5 +1,7 @@
 """CUDA attention against float64: every kernel, mask and head size, decode and prefill, and rows on their own."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,9 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.ops import cuda
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kv_pages import PAGE, paged, positions_of, table_of
 
 USABLE, REASON = cuda.available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -22,25 +27,36 @@ BOUND = {BF16: 2.0**-7, FP32: 2e-5}
 def make(
     m: int, heads: int, kv_heads: int, d: int, capacity: int, dtype: torch.dtype, slots: int = 1, seed: int = 0
 ) -> dict[str, Any]:
-    """Inputs with garbage (NaN) at every position that nobody may read."""
+    """Inputs on pages in random order; what no slot has is NaN."""
     g = torch.Generator(device=DEVICE).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, device=DEVICE).to(dtype)
 
+    q = normal(m, heads * d + 16)[:, : heads * d].unflatten(1, (heads, d))
+    tables = table_of(slots, capacity, DEVICE, seed)
     return {
-        "q": normal(m, heads * d + 16)[:, : heads * d].unflatten(1, (heads, d)),
-        "k_cache": normal(slots, kv_heads, capacity, d),
-        "v_cache": normal(slots, kv_heads, capacity, d),
+        "q": q,
+        "k_cache": paged(normal(slots, kv_heads, capacity, d), tables),
+        "v_cache": paged(normal(slots, kv_heads, capacity, d), tables),
+        "tables": tables,
         "slots": torch.zeros(m, dtype=torch.int32, device=DEVICE),
         "positions": torch.arange(capacity - m, capacity, dtype=torch.int32, device=DEVICE),
         "scale": d**-0.5,
     }
 
 
+def in_order(c: dict[str, Any]) -> dict[str, Any]:
+    """The same case on pages in their order."""
+    tables = torch.arange(c["tables"].numel(), dtype=torch.int32, device=DEVICE).view_as(c["tables"])
+    pools = {name: paged(positions_of(c[name], c["tables"]), tables) for name in ("k_cache", "v_cache")}
+    return c | pools | {"tables": tables}
+
+
 def oracle(c: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
     """Float64 attention with every mask written out as a matrix: the result and the same with |v|."""
-    q, k_cache, v_cache = (c[name].double() for name in ("q", "k_cache", "v_cache"))
+    q = c["q"].double()
+    k_cache, v_cache = (positions_of(c[name], c["tables"]).double() for name in ("k_cache", "v_cache"))
     m, heads, _ = q.shape
     per_kv, columns = heads // k_cache.shape[1], torch.arange(k_cache.shape[2], device=DEVICE)
     position = c["positions"].long().view(m, 1)
@@ -157,7 +173,9 @@ def test_unwritten_positions_are_not_read() -> None:
             c = make(m, 4, 2, 128, 700, dtype)
             c["positions"] -= 123
             for name in ("k_cache", "v_cache"):
-                c[name][:, :, 700 - 123 :] = torch.nan
+                cache = positions_of(c[name], c["tables"])
+                cache[:, :, 700 - 123 :] = torch.nan
+                c[name] = paged(cache, c["tables"])
             got = ops.attention(**c, one_sequence=one_sequence)
             for name in ("k_cache", "v_cache"):
                 c[name] = c[name].nan_to_num(1.0)
@@ -198,11 +216,51 @@ def test_rows_do_not_depend_on_each_other(d: int, dtype: torch.dtype) -> None:
         assert torch.equal(whole[first:last], ops.attention(**(c | rows), one_sequence=True))
 
 
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("d", "dtype"), HEADS)
+def test_pages_may_be_anywhere(d: int, dtype: torch.dtype, option: str) -> None:
+    """Bit for bit as on pages in order: decode in blocks of one part and of many, and prefill from within a page."""
+    c = make(9, 8, 2, d, 2100, dtype, slots=9)
+    c["slots"] = torch.randperm(9, device=DEVICE).int()
+    c["positions"] = torch.tensor([0, 5, 63, 64, 256, 900, 1700, 2098, 2099], dtype=torch.int32, device=DEVICE)
+    options = options_of(option, 9, 8, 2100, 9)
+    assert torch.equal(ops.attention(**c, **options), ops.attention(**in_order(c), **options))
+    c = make(1, 4, 1, d, 17000, dtype)
+    options = options_of(option, 1, 4, 17000, 1)
+    assert torch.equal(ops.attention(**c, **options), ops.attention(**in_order(c), **options))
+    c = make(300, 4, 2, d, 420, dtype)
+    options = options_of(option, 300, 4, 420, 1) | {"one_sequence": True}
+    assert torch.equal(ops.attention(**c, **options), ops.attention(**in_order(c), **options))
+
+
+@pytest.mark.parametrize("window", range(33, 33 + 17))
+@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (64, FP32)])
+def test_windows_that_start_anywhere_on_a_page(d: int, dtype: torch.dtype, window: int) -> None:
+    """Tiles of decode start where the window does, and so on two pages."""
+    c = make(4, 4, 2, d, 1200, dtype, slots=2)
+    c["slots"] = torch.tensor([0, 1, 0, 1], dtype=torch.int32, device=DEVICE)
+    c["positions"] = torch.tensor([62, 80, 777, 1199], dtype=torch.int32, device=DEVICE)
+    for wide in (window, window + 640):
+        assert torch.equal(check(c, window=wide), ops.attention(**in_order(c), window=wide))
+
+
+@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (64, FP32)])
+def test_many_rows(d: int, dtype: torch.dtype) -> None:
+    """256 sequences in one call, whose workspace takes several launches in fp32: each as it is alone."""
+    c = make(256, 8, 2, d, 40000, dtype, slots=2)
+    c["slots"] = torch.arange(256, device=DEVICE).int() % 2
+    c["positions"] = (torch.arange(256, device=DEVICE) * 157 % 40000).int()
+    whole = ops.attention(**c)
+    for m in range(0, 256, 5):
+        row = {name: c[name][m : m + 1] for name in ("q", "slots", "positions")}
+        assert torch.equal(whole[m : m + 1], ops.attention(**(c | row)))
+
+
 def test_merging_is_associative() -> None:
     """A long row over many splits equals float64 also where the maximum sits in the first, middle or last split."""
     for place in (0, 2000, 4098):
         c = make(1, 4, 1, 128, 4099, BF16)
-        c["k_cache"][:, :, place] = c["q"][0, 0] * 4
+        c["k_cache"][c["tables"][0, place // PAGE], :, place % PAGE] = c["q"][0, 0] * 4
         check(c)
 
 
@@ -223,6 +281,9 @@ def test_repeats_bit_for_bit_and_in_a_graph(dtype: torch.dtype) -> None:
         program.replay()
     assert torch.equal(out, want)
     c["positions"].copy_(torch.tensor([1, 2999, 300, 0], dtype=torch.int32, device=DEVICE))
+    moved = in_order(c)
+    for name in ("k_cache", "v_cache", "tables"):
+        c[name].copy_(moved[name])  # the program reads the tables at replay
     program.replay()
     assert torch.equal(out, ops.attention(**c))
     check(c)
@@ -234,5 +295,9 @@ def test_contract_errors() -> None:
         ops.attention(**make(2, 4, 2, 12, 30, FP32))
     with pytest.raises(ValueError, match="int32"):
         ops.attention(**(c | {"positions": c["positions"].long()}))
+    with pytest.raises(ValueError, match="tables"):
+        ops.attention(**(c | {"tables": c["tables"][0]}))
+    with pytest.raises(ValueError, match="caches"):
+        ops.attention(**(c | {name: c[name][:, :, :32].contiguous() for name in ("k_cache", "v_cache")}))
     with pytest.raises(ValueError, match="mask"):
         ops.attention(**c, mask=torch.zeros(3, 30, device=DEVICE))

@@ -1,11 +1,17 @@
 """CUDA norms, rotary embedding and KV writes against float64, over odd sizes and strides."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.ops import cuda, reference
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kv_pages import PAGE, positions_of, table_of
 
 USABLE, REASON = cuda.available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -114,36 +120,38 @@ def test_rope_append(normed: bool, streams: int, dtype: torch.dtype, cache_dtype
     for m, heads, kv_heads, d in ((1, 4, 4, 8), (7, 6, 2, 80), (3, 32, 8, 128), (2, 2, 1, 256)):
         qkv = normal(m, heads + 2 * kv_heads, d, dtype=dtype)
         slots = torch.arange(m, device=DEVICE).int()
-        positions = torch.randint(0, 64, (2, m)).int().to(DEVICE)
+        positions = torch.randint(0, 150, (2, m)).int().to(DEVICE)
         positions = positions if streams == 2 else positions[0].contiguous()
-        cos, sin = tables(64, d // 2 // streams)
+        cos, sin = tables(150, d // 2 // streams)
         norm = normal(d, seed=4) if normed else None
-        caches = [torch.zeros(m, kv_heads, 64, d, dtype=cache_dtype, device=DEVICE) for _ in range(4)]
+        page_tables = table_of(m, 150, DEVICE)
+        caches = [torch.zeros(3 * m + 1, kv_heads, PAGE, d, dtype=cache_dtype, device=DEVICE) for _ in range(4)]
         q, k, v = qkv.clone().split((heads, kv_heads, kv_heads), 1)
         if norm is not None:
             q, k = ops.rms_norm(q, norm, 1e-6, None, True)[0], ops.rms_norm(k, norm, 1e-6, None, True)[0]
         want = ops.rope(q, positions, cos, sin)
         ops.rope(k, positions, cos, sin)
         main = positions if streams == 1 else positions[0]
-        ops.kv_append(k, v, caches[0], caches[1], slots, main)
-        got = ops.rope_append(qkv, positions, slots, cos, sin, *caches[2:], norm, norm, 1e-6, True)
+        ops.kv_append(k, v, caches[0], caches[1], slots, main, page_tables)
+        got = ops.rope_append(qkv, positions, slots, page_tables, cos, sin, *caches[2:], norm, norm, 1e-6, True)
         for new, old in ((got, want), (caches[2], caches[0]), (caches[3], caches[1])):
             if normed:  # the squares are added in another order: now and then a norm rounds the other way
                 assert (new - old).abs().max() <= 4 * ROUNDING[new.dtype] * old.abs().max()
             else:
                 assert torch.equal(new, old)
-        written = caches[1][slots.long(), :, main.long()]
+        written = positions_of(caches[1], page_tables)[slots.long(), :, main.long()]
         assert torch.equal(written, v.to(cache_dtype))
 
 
 @pytest.mark.sanitize
 def test_kv_append_leaves_the_rest_alone() -> None:
-    k, v = normal(3, 2, 16), normal(3, 2, 16, seed=1)
-    caches = [torch.full((2, 2, 9, 16), 7.0, dtype=BF16, device=DEVICE) for _ in range(2)]
-    slots = torch.tensor([1, -1, 0], dtype=torch.int32, device=DEVICE)
-    positions = torch.tensor([8, 3, 9], dtype=torch.int32, device=DEVICE)  # the second is idle, the third beyond
-    ops.kv_append(k, v, caches[0], caches[1], slots, positions)
+    k, v = normal(4, 2, 16), normal(4, 2, 16, seed=1)
+    caches = [torch.full((4, 2, PAGE, 16), 7.0, dtype=BF16, device=DEVICE) for _ in range(2)]
+    slots = torch.tensor([1, -1, 0, 0], dtype=torch.int32, device=DEVICE)
+    positions = torch.tensor([72, 3, 128, 65], dtype=torch.int32, device=DEVICE)  # idle, beyond, without a page
+    page_tables = torch.tensor([[0, -1], [1, 3]], dtype=torch.int32, device=DEVICE)
+    ops.kv_append(k, v, caches[0], caches[1], slots, positions, page_tables)
     for cache, new in zip(caches, (k, v), strict=True):
-        assert torch.equal(cache[1, :, 8], new[0].to(BF16))
-        cache[1, :, 8] = 7.0
+        assert torch.equal(cache[3, :, 8], new[0].to(BF16))
+        cache[3, :, 8] = 7.0
         assert cache.eq(7).all()

@@ -1,5 +1,7 @@
 """CUDA rope_attention: the bits of the ops it fuses, whatever the batch and the cache, and float64 attention."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,9 @@ from torch import Tensor
 from nibblelm import ops
 from nibblelm.ops import cuda
 from nibblelm.ops.cuda_device import fusion
+
+sys.path.insert(0, str(Path(__file__).parent))
+from kv_pages import PAGE, paged, positions_of, table_of
 
 USABLE, REASON = cuda.available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -33,15 +38,17 @@ def make_projection(
 
     columns = (heads + 2 * kv_heads) * d
     c = {"qkv": normal(m, columns + 16)[:, :columns].unflatten(1, (-1, d)), "scale": d**-0.5}
-    c |= {name: normal(m + 1, kv_heads, capacity, d) for name in ("k_cache", "v_cache")}
+    caches = {name: normal(m + 1, kv_heads, capacity, d) for name in ("k_cache", "v_cache")}
     c["slots"] = torch.tensor([(5 * i + 3) % (m + 1) for i in range(m)], dtype=torch.int32, device=DEVICE)
     if len(set(c["slots"].tolist())) < m:
         c["slots"] = torch.arange(m, dtype=torch.int32, device=DEVICE).flip(0)
     c["positions"] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE) - 1
     for slot, length in zip(c["slots"].tolist(), lengths, strict=True):
-        c["k_cache"][slot, :, length - 1 :] = torch.nan
-        c["v_cache"][slot, :, length - 1 :] = torch.nan
-    angles = torch.arange(capacity, device=DEVICE).double().unsqueeze(1) * 1e4 ** (
+        for cache in caches.values():
+            cache[slot, :, length - 1 :] = torch.nan
+    c["tables"] = table_of(m + 1, capacity, DEVICE)
+    c |= {name: paged(cache, c["tables"]) for name, cache in caches.items()}
+    angles = torch.arange(c["tables"].shape[1] * PAGE, device=DEVICE).double().unsqueeze(1) * 1e4 ** (
         -torch.arange(d // 2, device=DEVICE).double() / (d // 2)
     )
     return c | {"cos": angles.cos().float(), "sin": angles.sin().float()}
@@ -81,14 +88,15 @@ def check_rope_attention(c: dict[str, Any], **options: Any) -> Tensor:
     window = options.pop("window", 0)
     options.pop("one_sequence", None)
     caches = {name: c[name].clone() for name in ("k_cache", "v_cache")}
-    places = [c[name] for name in ("positions", "slots", "cos", "sin")]
+    places = [c[name] for name in ("positions", "slots", "tables", "cos", "sin")]
     q = ops.rope_append(c["qkv"].clone(), *places, *caches.values(), **options)
     main = c["positions"] if c["positions"].ndim == 1 else c["positions"][0]
     plain = {"q": q, "slots": c["slots"], "positions": main, "scale": c["scale"], **caches}
-    assert same(ops.attention(**plain, window=window), fused[0])
+    assert same(ops.attention(**plain, tables=c["tables"], window=window), fused[0])
     live = c["slots"] >= 0
     rows = {name: plain[name][live] for name in ("q", "slots", "positions")}
-    want, magnitude = oracle(**(plain | rows), window=window)
+    caches = {name: positions_of(cache, c["tables"]) for name, cache in caches.items()}
+    want, magnitude = oracle(**(plain | rows | caches), window=window)
     assert ((fused[0][live].double() - want).abs() <= BOUND[q.dtype] * (magnitude + 1e-3)).all()
     assert fused[0][~live].eq(0).all()
     return fused[0]
@@ -119,7 +127,7 @@ def test_of_a_long_cache(d: int, heads: int, kv_heads: int) -> None:
     for m in range(3):
         row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
         assert same(whole[m : m + 1], check_rope_attention(c | row))
-    short = {name: c[name][:, :, :300].contiguous() for name in ("k_cache", "v_cache")}
+    short = {"tables": c["tables"][:, : -(-300 // PAGE)].contiguous()}
     row = {name: c[name][1:2] for name in ("qkv", "slots", "positions")}
     assert same(whole[1:2], check_rope_attention(c | short | row))
 
@@ -145,12 +153,17 @@ def test_with_norms(d: int, plus_one: bool) -> None:
 
 
 def test_leaves_idle_rows_and_full_slots_alone() -> None:
-    c = make_projection([30, 500, 700, 200], 8, 2, 128, capacity=700)
+    c = make_projection([30, 500, 704, 200], 8, 2, 128, capacity=704)
     c["slots"][1] = -1
     c["cos"], c["sin"] = (torch.cat([t, t]) for t in (c["cos"], c["sin"]))
     c["k_cache"], c["v_cache"] = (c[name].nan_to_num(1.0) for name in ("k_cache", "v_cache"))
-    c["positions"][2] = 700  # beyond the cache: not written, the row sees what is there
+    c["positions"][2] = 704  # beyond the cache: not written, the row sees what is there
     check_rope_attention(c)
+    c["tables"][c["slots"][3], 199 // PAGE] = -1  # not written; what the row sees is undefined
+    fused, apart = run_rope_attention(c, True), run_rope_attention(c, False)
+    assert same(fused[0][:3], apart[0][:3])
+    for got, want in zip(fused[1:], apart[1:], strict=True):
+        assert same(got, want)
 
 
 @pytest.mark.parametrize(("d", "dtype"), [(96, BF16), (256, BF16), (64, FP32)])
@@ -173,6 +186,39 @@ def test_of_one_sequence() -> None:
         c["v_cache"].normal_()
         fused, apart = run_rope_attention(c, True, one_sequence=True), run_rope_attention(c, False, one_sequence=True)
         assert all(same(a, b) for a, b in zip(fused, apart, strict=True))
+
+
+@pytest.mark.parametrize("window", [0, 45, 777])
+@pytest.mark.parametrize("d", [64, 128])
+def test_pages_may_be_anywhere(d: int, window: int) -> None:
+    """Bit for bit as on pages in order, what is written too."""
+    c = make_projection(LENGTHS, 8, 2, d)
+    tables = torch.arange(c["tables"].numel(), dtype=torch.int32, device=DEVICE).view_as(c["tables"])
+    pools = {name: paged(positions_of(c[name], c["tables"]), tables) for name in ("k_cache", "v_cache")}
+    moved, ordered = (run_rope_attention(case, True, window=window) for case in (c, c | pools | {"tables": tables}))
+    assert same(moved[0], ordered[0])
+    for a, b in zip(moved[1:], ordered[1:], strict=True):
+        assert same(positions_of(a, c["tables"]), positions_of(b, tables))
+
+
+def test_pages_are_read_at_replay() -> None:
+    """Between replays of one program the rows get other pages, with what the old ones had."""
+    c = make_projection([64, 1, 300, 2047], 8, 2, 128, capacity=2100)
+    with fusion(True):
+        ops.rope_attention(**(c | {"qkv": c["qkv"].clone()}))
+        with ops.capture(DEVICE) as program:
+            x = c["qkv"].clone()
+            got = ops.rope_attention(**(c | {"qkv": x}))
+    before = {name: c[name].clone() for name in ("k_cache", "v_cache", "tables")}
+    want = run_rope_attention(c, False)[0]
+    for seed in (1, 2, 3):
+        tables = table_of(*c["tables"].shape[:1], 2100, DEVICE, seed)
+        for name in ("k_cache", "v_cache"):
+            c[name].copy_(paged(positions_of(before[name], before["tables"]), tables))
+        c["tables"].copy_(tables)
+        x.copy_(c["qkv"])
+        program.replay()
+        assert same(got, want)
 
 
 def test_in_a_graph() -> None:
