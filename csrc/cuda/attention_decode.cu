@@ -370,7 +370,7 @@ void attention_decode(const AttentionArgs& a, const Launch& launch) {
 }
 
 bool attention_fuses(const AttentionArgs& a, const RopeTable& t) {
-  return with_tensor_cores(a, []<int>() {}) && a.cache.head_dim <= 128 && !has_options(a) && a.prefix == nullptr &&
+  return with_tensor_cores(a, [&]<int>() {}) && a.cache.head_dim <= 128 && !has_options(a) && a.prefix == nullptr &&
          a.starts == nullptr && t.streams == 1 && !t.interleaved && 2 * t.half == a.cache.head_dim;
 }
 
