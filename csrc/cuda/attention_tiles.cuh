@@ -236,7 +236,7 @@ __device__ __forceinline__ void attend(Accumulator<F>& sum, const Ring<F>& ring,
 #pragma unroll 1
   for (int unit = 0; p < ring.end; p += R::kStep, unit = unit + 2 == R::kUnits ? 0 : unit + 2) {
     const int far = p + R::kAround;
-    const int next = ring.page(far + R::kStep);  // a tile before it is needed
+    const int next = far < ring.end ? ring.page(far + R::kStep) : 0;  // a tile before it is needed
     float s[4];
     copy_async_wait<R::kUnits - 1>();
     __syncwarp();  // the keys have arrived for every lane
