@@ -1,0 +1,270 @@
+"""What each step computes, for which sequences, in which pages. Plain Python: no model and no device.
+
+A sequence has tokens that it wants (its prompt, then what was generated) and tokens that are computed, whose keys and
+values are in its pages. That covers a prompt cut in chunks, one whose beginning is found in pages of others, and one
+that was preempted: it wants what it wanted, and nothing is computed. Prompt tokens are computed in chunks, generated
+tokens one at a time, also when they are computed again.
+
+First come, first served: in each step every sequence that generates comes first, oldest first, then prompts fill the
+budget. When pages run out, a sequence whose reader sits out gives up its own, then the newest does. The oldest that is
+not held up by its reader can take every page it needs, so something always goes on.
+"""
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from typing import Any
+
+from nibblelm.errors import RequestError
+from nibblelm.pages import PAGE, ROOT, PagePool, pages_for
+
+AHEAD = 1
+"""Positions beyond the one to be computed that a generating sequence has pages for: a device runs a step ahead."""
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """One output on its way.
+
+    ids      the prompt and what was generated: the tokens wanted
+    prompt   how many of `ids` are the prompt
+    limit    how many tokens it may come to have
+    share    whether pages that others computed for the same beginning will do
+    owner    whatever the engine knows it by
+    """
+
+    ids: list[int]
+    prompt: int
+    limit: int
+    share: bool = True
+    owner: Any = None
+    arrival: int = 0
+    computed: int = 0
+    reused: int = 0  # of the tokens computed, those that were found
+    slot: int = -1  # -1: not running
+    parked: bool = False  # its reader is behind
+    pages: list[int] = field(default_factory=list)
+    published: int = 0  # pages of its prompt that can be found
+    chain: int = ROOT  # the chain that the last of them ends
+
+    @property
+    def running(self) -> bool:
+        """Whether it has a slot."""
+        return self.slot >= 0
+
+    @property
+    def at_end(self) -> bool:
+        """Whether all tokens but the newest are computed: the next one computed brings a new one."""
+        return self.slot >= 0 and self.computed == len(self.ids) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Prompt tokens ids[first:last] of a sequence."""
+
+    sequence: Sequence
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: a token for each of `decodes`, at its position `computed`, and chunks of prompts.
+
+    `tables` are the page table entries (slot, index, page) to be written before.
+    """
+
+    decodes: list[Sequence]
+    chunks: list[Chunk]
+    tables: list[tuple[int, int, int]]
+
+
+class Scheduler:
+    """Sequences in `slots` slots and a pool of `pages`.
+
+    budget  tokens of a step without a sequence that generates, and of a step with one: what they may wait for
+    """
+
+    def __init__(self, slots: int, pages: int, budget: tuple[int, int]) -> None:
+        self.pool = PagePool(pages)
+        self.running: list[Sequence] = []  # oldest first, like `waiting`
+        self.waiting: list[Sequence] = []
+        self._budget = budget
+        self._slots = list(range(slots))
+        self._tables: list[tuple[int, int, int]] = []
+        self._arrivals = 0
+        self._refused: tuple[int, int, int] | None = None  # what it was like when the oldest one did not fit
+
+    def add(self, sequence: Sequence) -> None:
+        """Enter a new sequence. Raises RequestError if it could not even run alone."""
+        check_size(sequence.limit, self.pool.count)
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence is finished or given up; its slot and pages are free."""
+        if sequence.running:
+            self._stop(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def park(self, sequence: Sequence) -> None:
+        """Compute nothing more for a sequence until `resume`."""
+        sequence.parked = True
+        self._refused = None
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Go on with a parked sequence, from the beginning if it was preempted."""
+        if sequence.parked:
+            sequence.parked = False
+            if not sequence.running:
+                insort(self.waiting, sequence, key=_arrival)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a plan would hold anything."""
+        return bool(self.waiting) or any(not sequence.parked for sequence in self.running)
+
+    def plan(self) -> Plan:
+        """The next step. What it computes must be reported by `advance` before the next plan is made."""
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for s in list(self.running):
+            if s.parked or s.slot < 0:  # an older one took its pages just now
+                continue
+            if s.computed < s.prompt:
+                prompts.append(s)
+            elif self._grow(s, min(s.computed + 1 + AHEAD, s.limit - 1)):
+                decodes.append(s)
+        budget = self._budget[bool(decodes)] - len(decodes)
+        chunks: list[Chunk] = []
+        begun: set[tuple[int, tuple[int, ...]]] = set()  # full pages that this step begins, as the pool knows them
+        for s in self._prompts(prompts):
+            if (chunk := self._chunk(s, budget, begun)) is not None:
+                chunks.append(chunk)
+                budget -= chunk.last - chunk.first
+            if budget <= 0:
+                break
+        tables, self._tables = self._tables, []
+        # a prompt that came before may have taken the pages of one that generates, which may even be back already
+        return Plan([s for s in decodes if s.slot >= 0 and s.computed >= s.prompt], chunks, tables)
+
+    def advance(self, sequence: Sequence, computed: int) -> None:
+        """The tokens of a running sequence before `computed` are computed; its full prompt pages can be found now."""
+        sequence.computed = computed
+        while (end := (sequence.published + 1) * PAGE) <= min(computed, sequence.prompt):
+            page, tokens = sequence.pages[sequence.published], sequence.ids[end - PAGE : end]
+            sequence.chain = self.pool.publish(page, sequence.chain, tokens)
+            sequence.published += 1
+
+    def _prompts(self, begun: list[Sequence]) -> Iterator[Sequence]:
+        """Sequences whose prompts come next: those begun, then those that get a slot."""
+        yield from (s for s in begun if s.slot >= 0)
+        while self.waiting and self._admit(self.waiting[0]):
+            yield self._admitted
+
+    def _chunk(self, s: Sequence, budget: int, begun: set[tuple[int, tuple[int, ...]]]) -> Chunk | None:
+        """At most `budget` tokens of a prompt; None where its next page is underway elsewhere or there is no page."""
+        self._adopt(s)
+        last = min(s.computed + budget, s.prompt)
+        start = s.published * PAGE
+        key = s.chain, tuple(s.ids[start : start + PAGE])
+        if s.share and s.computed == start and start + PAGE < s.prompt and key in begun:
+            return None
+        if not self._grow(s, last):
+            return None
+        if start + PAGE <= s.prompt:
+            begun.add(key)
+        return Chunk(s, s.computed, last)
+
+    def _adopt(self, s: Sequence) -> None:
+        """Take pages that others computed for the next tokens of a prompt, all but the last token's."""
+        while s.share and s.computed == s.published * PAGE and (end := s.computed + PAGE) < s.prompt:
+            found = self.pool.find(s.chain, s.ids[s.computed : end])
+            if found is None:
+                return
+            page, s.chain = found
+            for unused in s.pages[s.published :]:  # taken for a chunk that did not come about
+                self.pool.release([unused])
+            del s.pages[s.published :]
+            self._enter(s, page)
+            s.published += 1
+            s.reused += PAGE
+            s.computed = end
+
+    def _admit(self, s: Sequence) -> bool:
+        """Give the sequence that waits longest a slot, if there are one and pages for all that it wants by now."""
+        state = s.arrival, self.pool.available, len(self.running)
+        if state == self._refused:
+            return False
+        self._adopt(s)
+        need = pages_for(min(len(s.ids) + AHEAD, s.limit - 1)) - len(s.pages)
+        while not self._slots or need > self.pool.available:
+            parked = next((other for other in reversed(self.running) if other.parked), None)
+            if parked is None:
+                self._give_back(s)
+                self._refused = state
+                return False
+            self._preempt(parked)
+        self.waiting.pop(0)
+        s.slot = heappop(self._slots)
+        insort(self.running, s, key=_arrival)
+        self._tables += [(s.slot, index, page) for index, page in enumerate(s.pages)]
+        self._admitted = s
+        return True
+
+    def _grow(self, s: Sequence, positions: int) -> bool:
+        """See that a running sequence has pages for that many positions; False: it has to sit this step out."""
+        while len(s.pages) * PAGE < positions:
+            page = self.pool.take()
+            if page is not None:
+                self._enter(s, page)
+            elif (victim := self._victim(s)) is not None:
+                self._preempt(victim)
+            else:
+                return False
+        return True
+
+    def _enter(self, s: Sequence, page: int) -> None:
+        if s.slot >= 0:
+            self._tables.append((s.slot, len(s.pages), page))
+        s.pages.append(page)
+
+    def _victim(self, s: Sequence) -> Sequence | None:
+        """Who gives up pages for `s`: the newest whose reader is behind, else the newest that came after it."""
+        parked = next((other for other in reversed(self.running) if other.parked), None)
+        newest = self.running[-1]
+        return parked or (newest if newest is not s else None)
+
+    def _preempt(self, s: Sequence) -> None:
+        self._stop(s)
+        if not s.parked:
+            insort(self.waiting, s, key=_arrival)
+
+    def _stop(self, s: Sequence) -> None:
+        self.running.remove(s)
+        heappush(self._slots, s.slot)
+        s.slot = -1
+        self._give_back(s)
+
+    def _give_back(self, s: Sequence) -> None:
+        self.pool.release(s.pages)
+        s.pages, s.chain = [], ROOT
+        s.computed = s.published = s.reused = 0
+
+
+def check_size(limit: int, pages: int) -> None:
+    """Raise RequestError where a sequence of up to `limit` tokens does not fit in that many pages."""
+    if pages_for(limit - 1) > pages:
+        raise RequestError(
+            f"prompt and output may come to {limit} tokens; the memory for keys and values holds {pages * PAGE}: "
+            "ask for fewer tokens, or give it more (kv_memory, --kv-memory)"
+        )
+
+
+def _arrival(s: Sequence) -> int:
+    return s.arrival

@@ -1,0 +1,227 @@
+"""The scheduler against a simulated device whose pages remember what was written: no model, every schedule."""
+
+import random
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nibblelm.errors import RequestError
+from nibblelm.pages import PAGE, PagePool
+from nibblelm.scheduler import Chunk, Scheduler, Sequence
+
+Cell = tuple[int, int, str]
+"""What a position of a page holds: its position in the sequence, the token, and the kernel that wrote it."""
+
+
+class Device:
+    """Pages of cells and page tables, and a model whose next token depends on every token before it."""
+
+    def __init__(self, slots: int, pages: int) -> None:
+        self.cells: list[list[Cell | None]] = [[None] * PAGE for _ in range(pages)]
+        self.tables: list[dict[int, int]] = [{} for _ in range(slots)]
+        self.computed = 0
+
+    def write(self, s: Sequence, position: int, kernel: str) -> None:
+        self.computed += 1
+        page = self.tables[s.slot][position // PAGE]
+        self.cells[page][position % PAGE] = position, s.ids[position], kernel
+        for p in range(position + 1):  # what the token attends to
+            kernel = "prompt" if p < s.prompt else "generated"
+            assert self.cells[self.tables[s.slot][p // PAGE]][p % PAGE] == (p, s.ids[p], kernel)
+
+
+def next_token(ids: Iterable[int]) -> int:
+    return hash(tuple(ids)) % 1000
+
+
+def expected(ids: list[int], limit: int) -> list[int]:
+    ids = list(ids)
+    while len(ids) < limit:
+        ids.append(next_token(ids))
+    return ids
+
+
+def step(scheduler: Scheduler, device: Device, ahead: bool = False) -> list[Sequence]:
+    """Compute one plan; returns the sequences that are finished."""
+    plan = scheduler.plan()
+    assert plan.decodes or plan.chunks, "there was work, and nothing is done"
+    assert sum(c.last - c.first for c in plan.chunks) + len(plan.decodes) <= scheduler._budget[bool(plan.decodes)]
+    members = [*plan.decodes, *(c.sequence for c in plan.chunks)]
+    assert len({id(s) for s in members}) == len({s.slot for s in members}) == len(members)
+    for slot, index, page in plan.tables:
+        device.tables[slot][index] = page
+    finished = []
+    for s in plan.decodes:
+        assert s.prompt <= s.computed < len(s.ids)
+        device.write(s, s.computed, "generated")
+        if ahead and s.at_end and len(s.ids) + 1 < s.limit:  # a step that the device is ahead may write one more
+            s.ids.append(next_token(s.ids))
+            device.write(s, s.computed + 1, "generated")
+            s.ids.pop()
+        scheduler.advance(s, s.computed + 1)
+    for c in plan.chunks:
+        s = c.sequence
+        assert (c.first, c.last <= s.prompt, c.last > c.first) == (s.computed, True, True)
+        for position in range(c.first, c.last):
+            device.write(s, position, "prompt")
+        scheduler.advance(s, c.last)
+    for s in members:
+        if s.computed == len(s.ids):
+            s.ids.append(next_token(s.ids))
+            if len(s.ids) == s.limit:
+                finished.append(s)
+                scheduler.remove(s)
+    return finished
+
+
+@st.composite
+def workloads(draw: st.DrawFn) -> tuple[int, int, tuple[int, int], list[tuple[int, list[int], int, bool]]]:
+    """Slots, pages, budgets, and (step of arrival, prompt, limit, share) of each request; prompts share beginnings."""
+    pages = draw(st.integers(1, 12))
+    seeds = [draw(st.integers(0, 3)) for _ in range(3)]
+    requests = []
+    for _ in range(draw(st.integers(1, 12))):
+        base = random.Random(draw(st.sampled_from(seeds)))
+        length = draw(st.integers(1, min(pages * PAGE, 300)))
+        prompt = [base.randrange(3) for _ in range(length)]
+        if draw(st.booleans()):
+            prompt[draw(st.integers(0, length - 1))] = 7
+        limit = min(length + draw(st.integers(1, 150)), pages * PAGE + 1)
+        requests.append((draw(st.integers(0, 40)), prompt, limit, draw(st.booleans())))
+    budget = draw(st.integers(8, 400)), draw(st.integers(8, 80))
+    return draw(st.integers(1, 6)), pages, budget, requests
+
+
+@settings(deadline=None, max_examples=150)
+@given(workloads(), st.integers(0, 2**32), st.booleans())
+def test_every_schedule_computes_what_each_request_gets_alone(workload, seed: int, ahead: bool) -> None:
+    rng = random.Random(seed)
+    slots, pages, budget, requests = workload
+    scheduler, device = Scheduler(slots, pages, budget), Device(slots, pages)
+    pending = sorted(requests, key=lambda r: r[0])
+    live: dict[int, Sequence] = {}
+    now, finished, aborted = 0, 0, 0
+    while pending or live:
+        while pending and pending[0][0] <= now:
+            _, prompt, limit, share = pending.pop(0)
+            s = Sequence(list(prompt), len(prompt), limit, share)
+            scheduler.add(s)
+            live[id(s)] = s
+        for s in list(live.values()):
+            if rng.random() < 0.02:
+                scheduler.park(s)
+            elif s.parked and rng.random() < 0.3:
+                scheduler.resume(s)
+            elif rng.random() < 0.003:
+                scheduler.remove(s)
+                del live[id(s)]
+                aborted += 1
+        if scheduler.has_work:
+            for s in step(scheduler, device, ahead):
+                assert s.ids == expected(s.ids[: s.prompt], s.limit)
+                del live[id(s)]
+                finished += 1
+        held = [page for s in scheduler.running for page in s.pages]
+        assert len(scheduler.running) <= slots
+        assert scheduler.pool.available + len(set(held)) == pages
+        assert [s.arrival for s in scheduler.running] == sorted(s.arrival for s in scheduler.running)
+        now += 1
+        assert now < 20_000, "requests that do not end"
+    assert finished + aborted == len(requests)
+    assert scheduler.pool.available == pages
+    assert sorted(scheduler._slots) == list(range(slots))
+
+
+def run(scheduler: Scheduler, device: Device) -> None:
+    while scheduler.has_work:
+        step(scheduler, device)
+
+
+def test_outputs_of_one_prompt_compute_its_full_pages_once() -> None:
+    scheduler, device = Scheduler(8, 40, (512, 128)), Device(8, 40)
+    prompt = [random.Random(1).randrange(9) for _ in range(5 * PAGE + 3)]
+    group = [Sequence(list(prompt), len(prompt), len(prompt) + 1) for _ in range(4)]
+    for s in group:
+        scheduler.add(s)
+    run(scheduler, device)
+    assert device.computed == 5 * PAGE + 4 * 3
+    assert [s.ids for s in group] == [expected(prompt, len(prompt) + 1)] * 4
+
+
+def test_the_last_prompt_token_is_always_computed() -> None:
+    scheduler, device = Scheduler(1, 4, (512, 128)), Device(1, 4)
+    for _ in range(2):
+        scheduler.add(Sequence([1] * 2 * PAGE, 2 * PAGE, 2 * PAGE + 1))
+        run(scheduler, device)
+    assert device.computed == 2 * PAGE + PAGE
+
+
+def test_generated_tokens_are_never_found() -> None:
+    scheduler, device = Scheduler(1, 8, (512, 128)), Device(1, 8)
+    scheduler.add(first := Sequence([1] * 10, 10, 3 * PAGE))
+    run(scheduler, device)
+    before = device.computed
+    scheduler.add(Sequence(list(first.ids), len(first.ids), len(first.ids) + 1))
+    run(scheduler, device)
+    assert device.computed - before == len(first.ids)
+
+
+def test_first_come_first_served_and_generating_comes_first() -> None:
+    scheduler, device = Scheduler(4, 40, (100, 20)), Device(4, 40)
+    sequences = [Sequence([n] * 150, 150, 200) for n in range(3)]
+    for s in sequences:
+        scheduler.add(s)
+    assert [(c.sequence, c.first, c.last) for c in peek(scheduler, device)] == [(sequences[0], 0, 100)]
+    second = peek(scheduler, device)
+    assert [(c.sequence, c.first, c.last) for c in second] == [(sequences[0], 100, 150), (sequences[1], 0, 50)]
+    plan = scheduler.plan()
+    assert plan.decodes == [sequences[0]]
+    assert [(c.first, c.last) for c in plan.chunks] == [(50, 69)]
+
+
+def peek(scheduler: Scheduler, device: Device) -> list[Chunk]:
+    plan = scheduler.plan()
+    for slot, index, page in plan.tables:
+        device.tables[slot][index] = page
+    for c in plan.chunks:
+        scheduler.advance(c.sequence, c.last)
+        if c.last == c.sequence.prompt:
+            c.sequence.ids.append(5)
+    return plan.chunks
+
+
+def test_pages_unused_for_longest_go_first_and_ends_before_beginnings() -> None:
+    pool = PagePool(3)
+    a, b, c = (pool.take() for _ in range(3))
+    assert a is not None
+    assert b is not None
+    assert c is not None
+    chain = pool.publish(a, 0, [1])
+    pool.publish(b, chain, [2])
+    pool.publish(c, 0, [3])
+    pool.release([c])
+    pool.release([a, b])
+    assert pool.find(0, [1]) == (a, chain)  # held again
+    pool.release([a])
+    assert [pool.take() for _ in range(4)] == [c, b, a, None]
+
+
+def test_equal_pages_after_different_beginnings_are_different() -> None:
+    pool = PagePool(3)
+    first, second = pool.take(), pool.take()
+    assert first is not None
+    assert second is not None
+    chain = pool.publish(first, 0, [1, 2])
+    pool.publish(second, chain, [5, 6])
+    assert pool.find(0, [5, 6]) is None
+    assert pool.find(chain + 7, [5, 6]) is None
+    assert pool.find(chain, [5, 6]) is not None
+
+
+def test_a_request_that_could_never_run_is_refused() -> None:
+    scheduler = Scheduler(2, 2, (512, 128))
+    with pytest.raises(RequestError, match=r"130 tokens.* holds 128.*--kv-memory"):
+        scheduler.add(Sequence([1] * 10, 10, 2 * PAGE + 2))
+    scheduler.add(Sequence([1] * 10, 10, 2 * PAGE + 1))
