@@ -3,9 +3,9 @@
 import dataclasses
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import current_thread
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -13,25 +13,38 @@ import torch
 from torch import Tensor
 
 from nibblelm import _cpu, ops
-from nibblelm.batch import MAX_BATCH, Batch
 from nibblelm.checkpoint import Checkpoint, open_checkpoint
 from nibblelm.config import DecoderConfig, token_ids
+from nibblelm.engine_core import Engine, Handle
 from nibblelm.errors import DeviceError, NibbleLMError, RequestError
 from nibblelm.kv_cache import bytes_per_token
 from nibblelm.layers import rope_bytes
-from nibblelm.memory import require_memory
+from nibblelm.memory import free_memory, require_memory
 from nibblelm.models import family, tensor_plan
 from nibblelm.ops.types import ActivationBits
-from nibblelm.request import GenerationOutput, Request, StreamPiece, Timings, check_ids
+from nibblelm.pages import PAGE, pages_for
+from nibblelm.request import GenerationOutput, LogitsRequest, Request, StreamPiece, Timings
 from nibblelm.runner import Runner, workspace_bytes
-from nibblelm.runner_pool import Loan, RunnerPool
 from nibblelm.sampler import SamplingParams
+from nibblelm.scheduler import Scheduler
 from nibblelm.tokenizer import Tokenizer, load_tokenizer
 from nibblelm.weights import CheckpointWeights, check_tensors
 
 Prompt = str | Sequence[int] | np.ndarray | Tensor
 CUDA_CONTEXT = 8192
-"""Positions allocated on a GPU when max_context is not given (or the model's limit, if that is smaller)."""
+"""Positions of a sequence on a GPU when max_context is not given (or the model's limit, if that is smaller)."""
+
+MAX_SEQUENCES = {"cpu": 64, "cuda": 256}
+"""Sequences that are computed together; more wait for one to end."""
+
+STEP_TOKENS = {"cpu": (512, 128), "cuda": (2048, 512)}
+"""Tokens of a step without a sequence that generates, and of one with some: they wait for the prompts in it."""
+
+KV_SHARE = 0.6
+"""Of the memory that is free after the weights, the most that is taken for keys and values unasked."""
+
+_UNFINISHED = 1024
+"""Requests of one call that are in the engine at a time."""
 
 
 class LLM:
@@ -48,12 +61,15 @@ class LLM:
     max_context  positions, default the model's limit (on CUDA at most 8,192)
     strict       make unknown keys of config.json an error
     graph        replay decode steps as recorded programs (False: call by call, the same tokens)
+    kv_memory    bytes for keys and values, default what `max_sequences` of the whole context take, but at most 60 % of
+                 what is free; on the CPU they are taken as they are used. A context that was not asked for is cut to it
+    max_sequences   sequences that are computed together, default 64 on the CPU and 256 on CUDA; others wait
 
-    Any number of threads and of streams read in turns may use one LLM: each gets the text it would get alone. Up to 16
-    calls (`generate`, or a stream from its first piece until it ends, is closed or is dropped) are live at a time, each
-    with a cache of its own; threads that hold none wait for one, a thread that holds one gets a RequestError.
+    Any number of threads and of streams read in turns may use one LLM: each gets the text it would get alone. One
+    thread computes for all of them, from the first call to `close`, or to the end of the LLM. A stream whose reader is
+    64 pieces behind sits out; one that is closed or dropped is not computed further.
 
-    Raises ConfigError, CheckpointError, TokenizerError or DeviceError.
+    Raises ConfigError, CheckpointError, TokenizerError, DeviceError, or RequestError for an argument out of range.
     """
 
     def __init__(
@@ -68,6 +84,8 @@ class LLM:
         strict: bool = False,
         revision: str | None = None,
         graph: bool = True,
+        kv_memory: int | None = None,
+        max_sequences: int | None = None,
     ) -> None:
         begun = time.perf_counter()
         self.device = select_device(device)
@@ -78,22 +96,22 @@ class LLM:
         self.folder = checkpoint.folder
         self.config: DecoderConfig = family(checkpoint.config).read_config(checkpoint.config, strict)
         self.max_context = self._context(max_context)
+        _check_positive(kv_memory=kv_memory, max_sequences=max_sequences)
+        self.max_sequences = max_sequences or MAX_SEQUENCES[self.device.type]
         self.generation_config = checkpoint.generation_config
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint.folder)
         self.bos_id, self.eos_ids = self._special_ids(checkpoint)
         check_tensors(checkpoint, tensor_plan(checkpoint.config), self.config.tied)
-        require_memory(
-            self.device,
-            "Choose a smaller max_context (--ctx-size), fewer bits, or device cpu.",
-            weights=sum(checkpoint.info(name).nbytes for name in checkpoint.names()),
-            cache=self.kv_bytes_per_token * self.max_context,
-            rope=rope_bytes(self.config, self.max_context),
-            workspace=workspace_bytes(self.config, self.device),
-        )
+        self.kv_pages = self._plan_pages(checkpoint, kv_memory, max_context is not None)
+        self.max_context = min(self.max_context, self.kv_pages * PAGE)
         weights = CheckpointWeights(checkpoint, self.device, self.dtype, self.activations)
         network = family(checkpoint.config).Model(weights, self.config, self.max_context)
-        self._pool = RunnerPool(lambda: Runner(network, self.device, self.kv_dtype, self.max_context, graph))
-        self.runner = self._pool.runners[0]
+        self.runner = Runner(network, self.device, self.kv_dtype, self.max_context, graph)
+        slots = self.max_sequences
+        if self.device.type == "cuda":
+            slots = min(slots, self.kv_pages // pages_for(self.max_context))
+        self.runner.reserve(slots)
+        self.engine = Engine(self.runner, Scheduler(slots, self.kv_pages, STEP_TOKENS[self.device.type]))
         self.weight_bytes = weights.streamed_bytes
         self.load_s = time.perf_counter() - begun
 
@@ -104,6 +122,31 @@ class LLM:
         if not 1 <= wanted <= limit:
             raise RequestError(f"a context of {wanted} positions was asked for; this model supports 1 to {limit}")
         return wanted
+
+    def _plan_pages(self, checkpoint: Checkpoint, kv_memory: int | None, asked: bool) -> int:
+        """Pages of keys and values. `asked`: the whole context was asked for by name, so that less will not do."""
+        page_bytes = PAGE * self.kv_bytes_per_token
+        wanted = pages_for(self.max_context)
+        others = dict(
+            weights=sum(checkpoint.info(name).nbytes for name in checkpoint.names()),
+            rope=rope_bytes(self.config, self.max_context),
+            workspace=workspace_bytes(self.config, self.device),
+        )
+        advice = "Choose a smaller max_context (--ctx-size) or kv_memory (--kv-memory), fewer bits, or device cpu."
+        require_memory(self.device, advice, cache=kv_memory or page_bytes, **others)
+        if kv_memory is None:
+            taken = sum(others.values()) if self.device.type == "cuda" else 0  # the file is mapped, and may leave again
+            kv_memory = max(int(KV_SHARE * (free_memory(self.device) - taken)), page_bytes)
+            pages = min(self.max_sequences * wanted, kv_memory // page_bytes)
+        else:
+            pages = kv_memory // page_bytes
+        if pages < (wanted if asked else 1):
+            raise RequestError(
+                f"{kv_memory / 2**20:.1f} MiB for keys and values hold {pages * PAGE} tokens of this model, in pages "
+                f"of {PAGE}; {wanted * page_bytes / 2**20:.1f} MiB hold the context of {self.max_context}: choose a "
+                "smaller max_context (--ctx-size), or name as much as this with kv_memory (--kv-memory)"
+            )
+        return pages
 
     def _special_ids(self, checkpoint: Checkpoint) -> tuple[int | None, set[int]]:
         """BOS and the end tokens: generation_config.json first, then config.json, then the tokenizer."""
@@ -154,12 +197,14 @@ class LLM:
         for prompt, own in zip(texts, each, strict=True):
             ids, resolved = self.encode(prompt), self._params(own, options)
             requests += [self._request(ids, _nth(resolved, i)) for i in range(n or 1)]
+        outputs = self._outputs(requests)
         if single and n is None:
-            return [piece.output for piece in self._stream(requests[0])][-1]
-        outputs = {index: piece.output for index, piece in self._run(requests) if piece.output is not None}
+            if requests[0].error is not None:
+                raise RequestError(requests[0].error)
+            return outputs[0]
         if n is None:
-            return [outputs[i] for i in range(len(requests))]
-        lists = [[outputs[first + i] for i in range(n)] for first in range(0, len(requests), n)]
+            return outputs
+        lists = [outputs[first : first + n] for first in range(0, len(requests), n)]
         return lists[0] if single else lists
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[StreamPiece]:
@@ -170,9 +215,8 @@ class LLM:
     def stream_chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> Iterator[StreamPiece]:
-        """Answer a conversation through the chat template. Turns already in the cache are not computed again."""
-        request = self._request(self.encode_chat(messages), self._params(params, options))
-        return self._stream(request, reuse=True)
+        """Answer a conversation through the chat template."""
+        return self._stream(self._request(self.encode_chat(messages), self._params(params, options)))
 
     def chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
@@ -184,12 +228,12 @@ class LLM:
 
     def logits(self, ids: Sequence[int] | np.ndarray | Tensor) -> Tensor:
         """Logits (len(ids), vocab) in fp32 of a prompt of token ids, computed by prefill."""
-        ids = _token_ids(ids)
-        check_ids(ids, self.config.vocab_size)
-        with Loan() as loan:
-            runner = self._pool.borrow(loan, 1)
-            with self._pool.lock, torch.inference_mode():
-                return runner.prefill(ids, every_row=True)
+        request = LogitsRequest(_token_ids(ids), self.config.vocab_size, self.max_context)
+        return self.engine.add(request).result()
+
+    def close(self) -> None:
+        """End the thread that computes. Unfinished requests, and later ones, get an EngineError."""
+        self.engine.close()
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, as the model's chat template writes it for the answer to come."""
@@ -225,22 +269,32 @@ class LLM:
             raise RequestError(f"unknown options {unknown}; known: {sorted(known)}")
         return dataclasses.replace(params or SamplingParams(), **options).resolve(self.generation_config)
 
-    def _stream(self, request: Request, reuse: bool = False) -> Iterator[StreamPiece]:
-        for _, piece in self._run([request], reuse):
-            if request.error is not None:
-                raise RequestError(request.error)
-            yield piece
+    def _stream(self, request: Request) -> Iterator[StreamPiece]:
+        handle = self.engine.add(request)
+        try:
+            for piece in handle.tokens():
+                if request.error is not None:
+                    raise RequestError(request.error)
+                yield piece
+        finally:
+            handle.abort()
 
-    def _run(self, requests: Sequence[Request], reuse: bool = False) -> Iterator[tuple[int, StreamPiece]]:
-        """(Index of the request, piece) as tokens come. The runner is this call's own until the iterator goes away."""
-        with Loan() as loan:
-            slots = min(len(requests), MAX_BATCH)
-            batch = Batch(self._pool.borrow(loan, slots, requests[0].ids if reuse else ()), requests, reuse)
-            while batch.unfinished:
-                loan.thread = current_thread()  # a stream may be handed on
-                with self._pool.lock:
-                    pieces = batch.step()
-                yield from pieces
+    def _outputs(self, requests: Iterable[Request]) -> list[GenerationOutput]:
+        """Their outputs, in their order."""
+        live: deque[Handle] = deque()
+        outputs: list[GenerationOutput] = []
+        try:
+            for request in requests:
+                if len(live) == _UNFINISHED:
+                    outputs.append(live.popleft().result().output)
+                live.append(self.engine.add(request, stream=False))
+            while live:
+                outputs.append(live[0].result().output)
+                live.popleft()
+            return outputs
+        finally:
+            for handle in live:
+                handle.abort()
 
 
 def _plain(value: Any) -> Any:
@@ -271,6 +325,12 @@ def _token_ids(prompt: Any) -> list[int]:
 def _nth(params: SamplingParams, index: int) -> SamplingParams:
     """The parameters of one of several outputs for a prompt: a seed that was asked for counts on."""
     return params if params.seed is None else dataclasses.replace(params, seed=(params.seed + index) % 2**64)
+
+
+def _check_positive(**values: Any) -> None:
+    for name, value in values.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise RequestError(f"{name} is {value!r}; supported: 1 or more, None for the default")
 
 
 def use_threads(count: int) -> None:

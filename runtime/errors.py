@@ -38,3 +38,7 @@ class DeviceError(NibbleLMError):
 
 class RequestError(NibbleLMError):
     """A generation request is invalid: prompt too long, parameter out of range, unknown argument."""
+
+
+class EngineError(NibbleLMError):
+    """The engine's thread has ended, and with it every request: it was closed, or a step failed."""

@@ -1,7 +1,9 @@
 """Whether what is about to be allocated fits on a device, in numbers; and memory that is taken as it is used."""
 
 import mmap
+import os
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -24,6 +26,21 @@ def require_memory(device: torch.device, advice: str, **wanted: int) -> None:
             f"{needed / 2**30:.2f} GiB are needed on {device} ({parts}); {free / 2**30:.2f} of {total / 2**30:.2f} GiB "
             f"are free. {advice}"
         )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a device has free; on the CPU those that the system gives without swapping, at most its cgroup's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        lines = (line.split() for line in meminfo.read_text().splitlines())
+        free = min(free, next((int(line[1]) * 1024 for line in lines if line[0] == "MemAvailable:"), free))
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
+        free = min(free, max(int(limit.read_text()) - int(used.read_text()), 0))
+    return free
 
 
 def reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,8 +5,11 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from nibblelm.errors import RequestError
-from nibblelm.sampler import Sampled, Sampler, SamplingParams
+from nibblelm.sampler import Sampled, Sampler, SamplingParams, token_logprobs
 from nibblelm.tokenizer import TextStream, Tokenizer
 
 FinishReason = Literal["stop", "length", "error"]
@@ -68,7 +71,10 @@ def check_ids(ids: Sequence[int], vocab_size: int) -> None:
 
 
 class Request:
-    """One sequence on its way through the batch."""
+    """One output on its way through the engine: `most` tokens after `ids`.
+
+    every_row  whether `take_rows` is to see the logits of every prompt token
+    """
 
     def __init__(
         self,
@@ -92,11 +98,29 @@ class Request:
         self.sampler = Sampler(params, vocab_size, ids)
         self.text = None if tokenizer is None else TextStream(tokenizer, params.stop or ())
         self.sampled: list[Sampled] = []
+        self.every_row = params.prompt_logprobs is not None
         self.prompt_logprobs: list[Sampled | None] | None = None
         self.finish: FinishReason | None = None
         self.error: str | None = None
-        self.slot = self.start = 0
-        self.begun = self.first = time.perf_counter()
+        self.start = 0  # prompt tokens that were found in the cache
+        self.begun = self.first = 0.0
+
+    def begin(self) -> None:
+        """The first chunk of the prompt is about to be computed."""
+        self.begun = self.begun or time.perf_counter()
+
+    def take_rows(self, first: int, logits: Tensor) -> None:
+        """Logits (n, vocab) of the prompt's tokens from `first` on; from 0 again if they were lost on the way."""
+        most = self.params.prompt_logprobs
+        assert most is not None
+        scores = self.prompt_logprobs = [None] if first == 0 or self.prompt_logprobs is None else self.prompt_logprobs
+        following = self.ids[first + 1 : first + 1 + len(logits)]
+        scores += [token_logprobs(row, token, most) for row, token in zip(logits, following, strict=False)]
+        self.every_row = len(scores) < len(self.ids)
+
+    def prompt_done(self, reused: int) -> None:
+        """The first token is chosen; `reused` tokens of the prompt were found in the cache."""
+        self.first, self.start = time.perf_counter(), reused
 
     def accept(self, chosen: Sampled | RequestError) -> StreamPiece:
         """Take the next token, and say what text it makes safe to show. An error in its place ends the request."""
@@ -132,3 +156,28 @@ class Request:
             ),
             error=self.error,
         )
+
+
+class LogitsRequest:
+    """The logits of every token of a prompt, and nothing generated."""
+
+    most = 0
+    every_row = True
+
+    def __init__(self, ids: list[int], vocab_size: int, context: int) -> None:
+        if not 1 <= len(ids) <= context:
+            raise RequestError(f"prefill of {len(ids)} tokens: the context has room for 1 to {context}")
+        check_ids(ids, vocab_size)
+        self.ids = ids
+        self._rows: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Nothing is timed."""
+
+    def take_rows(self, first: int, logits: Tensor) -> None:
+        """Logits (n, vocab) of the tokens from `first` on; from 0 again if they were lost on the way."""
+        self._rows = [*(self._rows if first else []), logits]
+
+    def output(self) -> Tensor:
+        """Logits (len(ids), vocab), fp32."""
+        return self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows)

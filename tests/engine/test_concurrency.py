@@ -1,18 +1,25 @@
 """Many calls on one model, in one thread and in several: each gets the text that it gets alone."""
 
+import asyncio
 import gc
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from nibblelm import LLM, SamplingParams, StreamPiece
-from nibblelm import runner as runner_module
-from nibblelm.errors import DeviceError, RequestError
-from nibblelm.runner_pool import MAX_CALLS
+from nibblelm.engine_core import BACKLOG, Engine
+from nibblelm.errors import EngineError, RequestError
+from nibblelm.pages import PAGE
+from nibblelm.request import Request
+from nibblelm.runner import Runner
+from nibblelm.scheduler import Scheduler
 
 PROMPTS = ["Once upon a time", "The dog", "Lily and Ben went to the park. They", "A", "One day, a big red ball"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -96,102 +103,221 @@ def test_a_chat_that_is_read_after_another_call(llm: LLM) -> None:
 def test_two_chats_in_turns_keep_their_caches(llm: LLM) -> None:
     assert llm.tokenizer is not None
     llm.tokenizer.chat_template = TEMPLATE
-    histories = [[{"role": "user", "content": text}] for text in ("Tell me about a cat.", "Sing of a big dog.")]
+    subjects = ("a cat and a mouse who are friends", "a big dog and a bird")
+    histories = [[{"role": "user", "content": f"Tell me about {subject}. " * 4}] for subject in subjects]
     streams = [llm.stream_chat(messages, GREEDY) for messages in histories]
     texts = ["", ""]
     for pieces in zip(*streams, strict=True):
         texts = [text + piece.text for text, piece in zip(texts, pieces, strict=True)]
     for messages, text in zip(histories, texts, strict=True):
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
+        asked = len(llm.encode_chat(messages[:1]))
         timings = llm.chat(messages, GREEDY).timings
-        assert timings.prefilled_tokens < timings.prompt_tokens / 2
+        assert timings.prompt_tokens - timings.prefilled_tokens == asked // PAGE * PAGE > 0
 
 
-def test_closed_and_dropped_streams_give_their_cache_back(llm: LLM) -> None:
-    streams = [llm.stream("Once", GREEDY) for _ in range(MAX_CALLS + 5)]
-    for stream in streams[:MAX_CALLS]:
-        next(stream)
-    with pytest.raises(RequestError, match=r"16 streams or calls .*close\(\)"):
-        next(streams[MAX_CALLS])
-    with pytest.raises(RequestError, match="16"):
-        llm.logits([1, 2])
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Whether a condition comes true while the engine's thread goes on."""
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return condition()
+
+
+def scheduler_of(llm: LLM) -> Scheduler:
+    return llm.engine._core._scheduler
+
+
+def idle(llm: LLM) -> bool:
+    """Whether nothing runs or waits, and nobody holds a page."""
+    s = scheduler_of(llm)
+    return not s.running and not s.waiting and s.pool.available == s.pool.count
+
+
+def request_of(llm: LLM, prompt: str, params: SamplingParams) -> Request:
+    return llm._request(llm.encode(prompt), llm._params(params, {}))
+
+
+def test_closed_dropped_and_unread_streams_free_their_pages(stories: Path) -> None:
+    llm = LLM(stories, device="cpu", dtype="fp32", max_sequences=3)
+    long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    streams = [llm.stream("Once", long) for _ in range(20)]  # of which only three can run, and nobody reads on
+    assert len({next(stream).token_id for stream in streams}) == 1
     streams[0].close()  # type: ignore[attr-defined]
-    assert next(streams[MAX_CALLS + 1]).token_id is not None
-    with pytest.raises(RequestError, match="16"):
-        llm.generate("Once", GREEDY)
-    del streams[1]
+    want = llm.generate("Once", GREEDY).token_ids
+    assert ids_of(streams[7])[: len(want) - 1] == want[1:]
+    del streams
     gc.collect()
-    assert len(llm.generate("Once", GREEDY).token_ids) == 24
+    assert eventually(lambda: idle(llm))
+    handle = llm.engine.add(request_of(llm, "Once", long))
+    del handle
+    gc.collect()
+    assert eventually(lambda: idle(llm))
 
 
-def test_other_threads_wait_for_a_free_cache(llm: LLM) -> None:
-    want = llm.generate(PROMPTS[0], GREEDY).token_ids
-    streams = [llm.stream("Once", GREEDY) for _ in range(MAX_CALLS)]
-    for stream in streams:
-        next(stream)
-    got: list[list[int]] = []
-    thread = threading.Thread(target=lambda: got.append(llm.generate(PROMPTS[0], GREEDY).token_ids))
-    thread.start()
-    time.sleep(0.1)
-    assert got == []
-    list(streams[3])
-    thread.join(30)
-    assert got == [want]
+def test_a_reader_who_does_not_read_is_not_written_to(llm: LLM) -> None:
+    handle = llm.engine.add(request_of(llm, "Once", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)))
+    assert eventually(lambda: handle._channel.held)
+    assert len(llm.generate(PROMPTS, GREEDY)) == len(PROMPTS)
+    assert handle._channel.items.qsize() == BACKLOG
+    assert len(list(handle.tokens())) == 400
 
 
-def test_an_interrupt_in_the_middle_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_pool_changes_nothing(stories: Path) -> None:
+    """Pages for a tenth of what the calls would take together: sequences are preempted and computed again."""
+    alone = LLM(stories, device="cpu", dtype="fp32")
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=200, ignore_eos=True)
+    prompts = [f"{prompt} {i}" for i in range(4) for prompt in PROMPTS]
+    want = [alone.generate(prompt, params).token_ids for prompt in prompts]
+    small = LLM(stories, device="cpu", dtype="fp32", kv_memory=8 * PAGE * alone.kv_bytes_per_token)
+    assert small.kv_pages == 8
+    assert [output.token_ids for output in small.generate(prompts, params)] == want
+
+
+def test_memory_for_keys_and_values_is_bounded_by_name(stories: Path) -> None:
+    page = PAGE * LLM(stories, device="cpu", dtype="fp32").kv_bytes_per_token
+    small = LLM(stories, device="cpu", dtype="fp32", kv_memory=2 * page + 1)
+    assert small.max_context == 2 * PAGE
+    output = small.generate("Once", max_tokens=-1, ignore_eos=True)
+    assert (output.limit, output.timings.prompt_tokens + len(output.token_ids)) == ("context", 2 * PAGE)
+    with pytest.raises(RequestError, match="no room"):
+        small.generate([5] * 2 * PAGE)
+    with pytest.raises(RequestError, match=r"hold 128 tokens .* hold the context of 200.*--kv-memory"):
+        LLM(stories, device="cpu", dtype="fp32", kv_memory=2 * page, max_context=200)
+    with pytest.raises(RequestError, match="hold 0 tokens"):
+        LLM(stories, device="cpu", dtype="fp32", kv_memory=100)
+    with pytest.raises(RequestError, match="kv_memory is 0"):
+        LLM(stories, device="cpu", dtype="fp32", kv_memory=0)
+
+
+def test_too_many_requests_are_refused_one_by_one(llm: LLM) -> None:
+    engine = Engine(llm.runner, Scheduler(2, 16, (64, 32)), most=3)
+    long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    handles = [engine.add(request_of(llm, "Once", long)) for _ in range(3)]  # unread, so they do not end
+    with pytest.raises(RequestError, match="3 requests are unfinished"):
+        engine.add(request_of(llm, "Once", GREEDY))
+    assert [len(list(handle.tokens())) for handle in handles] == [400] * 3
+    assert eventually(lambda: engine._core.finished == 3)
+    assert len(engine.add(request_of(llm, "Once", GREEDY), stream=False).result().output.token_ids) == 24
+    engine.close()
+
+
+def test_an_interrupt_ends_the_call_that_waits_and_no_other(llm: LLM) -> None:
     want = llm.generate(PROMPTS[0], GREEDY).token_ids
     other = llm.stream(PROMPTS[0], GREEDY)
     got = [next(other).token_id]
-    with monkeypatch.context() as patch:
-        patch.setattr(runner_module.Runner, "decode", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate("The", GREEDY)
+    long = SamplingParams(temperature=1, max_tokens=480, ignore_eos=True)
+    timer = threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["Once"] * 2000, long)
+    assert eventually(lambda: not scheduler_of(llm).waiting)
     assert llm.generate(PROMPTS[0], GREEDY).token_ids == want
     assert got + ids_of(other) == want
+    assert eventually(lambda: idle(llm))
 
 
-def test_a_device_with_room_for_two_caches(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Idle caches make room; with live ones in the way other threads wait and the same thread gets the error."""
+def test_a_failed_step_ends_every_request_and_the_engine_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS]
+    handle = llm.engine.add(request_of(llm, "Once", SamplingParams(max_tokens=400, ignore_eos=True)))
+    next(handle.tokens())
 
-    def small(_: object, advice: str, cache: int) -> None:
-        held = sum(len(runner.history) for runner in llm._pool.runners)
-        if held + cache // (llm.kv_bytes_per_token * llm.max_context) > 2:
-            raise DeviceError(f"too little memory. {advice}")
+    def broken(*_: object) -> None:
+        raise RuntimeError("illegal instruction")
 
-    monkeypatch.setattr(runner_module, "require_memory", small)
-    want = [output.token_ids for output in llm.generate(PROMPTS[:2], GREEDY)]
-    with pytest.raises(DeviceError, match="fewer prompts"):
-        llm.generate(PROMPTS[:3], GREEDY)
-    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2]]
-    assert [next(stream).token_id for stream in streams] == [ids[0] for ids in want]
-    with pytest.raises(DeviceError, match="smaller context"):
-        llm.generate("The", GREEDY)
-    got: list[list[int]] = []
-    thread = threading.Thread(target=lambda: got.extend(o.token_ids for o in llm.generate(PROMPTS[:2], GREEDY)))
-    thread.start()
-    time.sleep(0.1)
-    assert [ids_of(stream) for stream in streams] == [ids[1:] for ids in want]
-    thread.join(30)
+    monkeypatch.setattr(Runner, "decode", broken)
+    for stream in streams:
+        with pytest.raises(EngineError, match="step failed with RuntimeError: illegal instruction"):
+            list(stream)
+    with pytest.raises(EngineError, match="illegal instruction"):
+        list(handle.tokens())
+    for call in (lambda: llm.generate(PROMPTS, GREEDY), lambda: llm.logits([1, 2]), lambda: llm.generate("Once")):
+        with pytest.raises(EngineError, match="load the model again"):
+            call()
+    llm.close()
+
+
+def test_close_ends_what_is_unfinished(llm: LLM) -> None:
+    stream = llm.stream("Once", SamplingParams(max_tokens=400, ignore_eos=True))
+    next(stream)
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        list(stream)
+    with pytest.raises(EngineError, match="closed"):
+        llm.generate("Once")
+    llm.close()
+
+
+def test_the_thread_ends_with_the_model(stories: Path) -> None:
+    llm = LLM(stories, device="cpu", dtype="fp32")
+    stream = llm.stream("Once", GREEDY)
+    next(stream)
+    thread = llm.engine._thread
+    assert thread is not None
+    del llm
+    gc.collect()
+    assert thread.is_alive()  # the stream has the model
+    del stream
+    gc.collect()
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("ending", ["pass", "sys.exit(7)", "raise ValueError", "os.kill(os.getpid(), signal.SIGINT)"])
+def test_the_interpreter_exits_in_the_middle_of_a_stream(ending: str, stories: Path) -> None:
+    code = f"""if True:
+        import os, signal, sys
+        from nibblelm import LLM
+        llm = LLM({str(stories)!r}, device="cpu", dtype="fp32")
+        streams = [llm.stream("Once", max_tokens=400, ignore_eos=True) for _ in range(3)]
+        for stream in streams:
+            next(stream)
+        {ending}
+    """
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == {"p": 0, "s": 7, "r": 1, "o": -signal.SIGINT}[ending[0]], result.stderr
+    assert "nibblelm-engine" not in result.stderr
+
+
+def test_streams_in_an_event_loop(llm: LLM) -> None:
+    calls = variants()
+    alone = [ids_of(llm.stream(prompt, params)) for prompt, params in calls]
+
+    async def ids(prompt: str, params: SamplingParams) -> list[int | None]:
+        return [piece.token_id async for piece in llm.engine.add(request_of(llm, prompt, params))]
+
+    async def some() -> int | None:
+        pieces: AsyncIterator[StreamPiece] = aiter(llm.engine.add(request_of(llm, "Once", GREEDY)))
+        first = await anext(pieces)
+        await pieces.aclose()  # type: ignore[attr-defined]
+        return first.token_id
+
+    async def everything() -> list[list[int | None]]:
+        cancelled = asyncio.create_task(ids("Once", SamplingParams(max_tokens=480, ignore_eos=True)))
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        await some()
+        return await asyncio.gather(*(ids(prompt, params) for prompt, params in calls))
+
+    assert asyncio.run(everything()) == alone
+    assert eventually(lambda: idle(llm))
+
+
+def test_an_abort_from_another_thread_ends_the_reader(llm: LLM) -> None:
+    handle = llm.engine.add(request_of(llm, "Once", SamplingParams(max_tokens=480, ignore_eos=True)))
+    pieces = handle.tokens()
+    next(pieces)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(lambda: len(list(pieces)))
+        handle.abort()
+        assert reading.result(30) < 480
+    assert eventually(lambda: idle(llm))
+
+
+def test_a_stream_is_handed_from_thread_to_thread(llm: LLM) -> None:
+    want = llm.generate("A", GREEDY).token_ids
+    stream = llm.stream("A", GREEDY)
+    with ThreadPoolExecutor(1) as first:
+        got = [first.submit(lambda: next(stream).token_id).result()]
+    with ThreadPoolExecutor(1) as second:
+        got += second.submit(lambda: ids_of(stream)).result()
     assert got == want
-
-
-def test_a_stream_that_is_handed_on_does_not_count_for_the_thread_that_made_it(llm: LLM) -> None:
-    """Threads end and their numbers come back: a new one that holds no stream waits, and gets its text."""
-    want, streams = llm.generate("A", GREEDY).token_ids, []
-
-    def start() -> None:
-        stream = llm.stream("A", GREEDY)
-        streams.append((next(stream).token_id, stream))
-
-    for _ in range(MAX_CALLS):
-        thread = threading.Thread(target=start)
-        thread.start()
-        thread.join()
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(llm.generate("A", GREEDY).token_ids))
-    waiting.start()
-    for first, stream in streams:
-        assert [i for i in [first, *ids_of(stream)] if i is not None] == want
-    waiting.join(timeout=60)
-    assert found == [want]

@@ -1,0 +1,263 @@
+"""One thread that owns the model, and the requests of all others.
+
+Callers put messages into a queue, and read what comes out of one queue for each request. Both are SimpleQueues, whose
+`put` may interrupt itself: a stream may be garbage collected at any point of any thread, and that aborts its request.
+"""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from nibblelm.errors import EngineError, RequestError
+from nibblelm.executor import Choice, Executor
+from nibblelm.request import LogitsRequest, Request
+from nibblelm.runner import Runner
+from nibblelm.scheduler import Scheduler, Sequence
+
+BACKLOG = 64
+"""Pieces that wait for a reader before its sequence sits out; it goes on when half of them are read."""
+
+_ABORTED = object()
+
+
+class Engine:
+    """Requests from any number of threads and event loops, computed together by a thread that starts with the first.
+
+    scheduler  made for as many slots and pages as the runner has
+    most       unfinished requests at a time
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, most: int = 4096) -> None:
+        self._core = _Core(runner, scheduler)
+        self._most, self._added = most, 0
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def add(self, request: Request | LogitsRequest, stream: bool = True) -> "Handle":
+        """Enter a request. Without `stream` only its last piece is handed out, and no reader holds it up.
+
+        Raises RequestError if too many are unfinished, EngineError after `close` or a failed step.
+        """
+        core = self._core
+        sequence = Sequence(
+            list(request.ids),
+            len(request.ids),
+            len(request.ids) + max(request.most, 1),
+            share=not request.every_row and hasattr(core.runner, "tables"),  # until the pool is the kernels' own
+            owner=request,
+        )
+        channel = _Channel(stream)
+        with self._lock:
+            if core.end is not None:
+                raise core.end()
+            if (unfinished := self._added - core.finished) >= self._most:
+                raise RequestError(f"{unfinished} requests are unfinished, the most there may be; wait for some to end")
+            if self._thread is None:
+                self._thread = threading.Thread(target=core.run, name="nibblelm-engine", daemon=True)
+                weakref.finalize(self, _stop, core.inbox, self._thread)  # also when the interpreter exits
+                self._thread.start()
+            self._added += 1
+        handle = Handle(self, core, sequence, channel)  # before the message: whatever comes between, someone has it
+        core.inbox.put((core.add, (sequence, channel)))
+        if core.end is not None:  # it ended meanwhile, and may not have seen the message
+            channel.put(core.end(), last=True)
+        return handle
+
+    def close(self) -> None:
+        """End the thread, after its step; unfinished requests get an EngineError."""
+        with self._lock:
+            if self._thread is None:
+                self._core.stop("it was closed")
+                return
+        _stop(self._core.inbox, self._thread)
+
+
+class Handle:
+    """One request of an engine. Dropping it aborts the request, as `abort` does."""
+
+    def __init__(self, engine: Engine, core: "_Core", sequence: Sequence, channel: "_Channel") -> None:
+        self._engine = engine  # which lives for as long as anyone reads
+        self._core, self._sequence, self._channel = core, sequence, channel
+        self._ended = False
+
+    def tokens(self) -> Iterator[Any]:
+        """Each StreamPiece as it comes; the last one has the output. For a LogitsRequest its logits, once.
+
+        Raises EngineError if the engine ends before the request does.
+        """
+        while not self._ended:
+            item = self._taken(self._channel.items.get())
+            if item is not _ABORTED:
+                yield item
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        """The same in an event loop."""
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+        self._channel.notify = lambda: loop.call_soon_threadsafe(news.set)
+        try:
+            while not self._ended:
+                news.clear()
+                while not self._ended and not self._channel.items.empty():
+                    item = self._taken(self._channel.items.get())
+                    if item is not _ABORTED:
+                        yield item
+                if not self._ended:
+                    await news.wait()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Stop computing: slot and pages are free after the step that runs. Who reads comes to the end."""
+        if not self._ended:
+            self._core.inbox.put((self._core.abort, (self._sequence, self._channel)))
+            self._channel.put(_ABORTED, last=True)
+            self._ended = True
+
+    def result(self) -> Any:
+        """The last of `tokens`: a StreamPiece with the output, or logits."""
+        *_, last = self.tokens()
+        return last
+
+    def __del__(self) -> None:
+        self.abort()
+
+    def _taken(self, entry: tuple[Any, bool]) -> Any:
+        item, last = entry
+        channel = self._channel
+        channel.read += 1
+        self._ended = self._ended or last
+        if channel.held and channel.backlog <= BACKLOG // 2:
+            self._core.inbox.put((self._core.resume, (self._sequence, channel)))
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+class _Channel:
+    """What the engine's thread has for one reader."""
+
+    def __init__(self, stream: bool) -> None:
+        self.stream = stream
+        self.items: SimpleQueue[tuple[Any, bool]] = SimpleQueue()
+        self.sent = self.read = 0  # each is written by one side alone
+        self.held = False  # the sequence sits out
+        self.notify: Callable[[], object] | None = None
+
+    @property
+    def backlog(self) -> int:
+        return self.sent - self.read
+
+    def put(self, item: Any, last: bool = False) -> None:
+        if self.stream or last:
+            self.sent += 1
+            self.items.put((item, last))
+            if self.notify is not None:
+                try:
+                    self.notify()
+                except RuntimeError:  # the event loop is closed, and nobody waits
+                    self.notify = None
+
+
+class _Core:
+    """What the thread works on. It knows neither the Engine nor the handles, whose end it waits for."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self.inbox: SimpleQueue[tuple[Callable[..., None] | None, tuple[Any, ...]]] = SimpleQueue()
+        self.end: Callable[[], EngineError] | None = None  # makes what every request gets from now on
+        self.finished = 0
+        self.runner = runner
+        self._scheduler, self._executor = scheduler, Executor(runner, scheduler)
+        self._channels: dict[Sequence, _Channel] = {}
+
+    def run(self) -> None:
+        """The thread: steps until it is told to end, or a step fails."""
+        try:
+            with torch.inference_mode():
+                while self._heard():
+                    for sequence, choice in self._executor.run(self._scheduler.plan()):
+                        self._deliver(sequence, choice)
+            self.stop("it was closed")
+        except BaseException as error:
+            self.stop(f"a step failed with {type(error).__name__}: {error}", error)
+
+    def stop(self, why: str, cause: BaseException | None = None) -> None:
+        """Give every request its error, and those to come."""
+
+        def ended() -> EngineError:
+            error = EngineError(f"the engine has ended, {why}; load the model again to go on")
+            error.__cause__ = cause
+            return error
+
+        self.end = ended
+        while not self.inbox.empty():
+            method, args = self.inbox.get()
+            if method == self.add:
+                self._channels[args[0]] = args[1]
+        for channel in self._channels.values():
+            channel.put(ended(), last=True)
+        self._channels.clear()
+
+    def add(self, sequence: Sequence, channel: _Channel) -> None:
+        try:
+            self._scheduler.add(sequence)
+        except RequestError as error:
+            self.finished += 1
+            channel.put(error, last=True)
+        else:
+            self._channels[sequence] = channel
+
+    def abort(self, sequence: Sequence, _channel: _Channel) -> None:
+        self._finish(sequence)
+
+    def resume(self, sequence: Sequence, channel: _Channel) -> None:
+        if channel.held:
+            channel.held = False
+            self._scheduler.resume(sequence)
+
+    def _heard(self) -> bool:
+        """Do what the messages say, waiting for one if there is nothing to compute; False: end."""
+        while not self._scheduler.has_work or not self.inbox.empty():
+            method, args = self.inbox.get()
+            if method is None:
+                return False
+            method(*args)
+        return True
+
+    def _deliver(self, sequence: Sequence, choice: Choice) -> None:
+        request, channel = sequence.owner, self._channels[sequence]
+        try:
+            if choice is None:
+                item, last = request.output(), True
+            else:
+                if not isinstance(choice, RequestError):
+                    sequence.ids.append(choice.token_id)
+                item = request.accept(choice)
+                last = item.output is not None
+            channel.put(item, last)
+        except Exception as error:  # this request's alone: its tokenizer's, say
+            last = True
+            channel.put(error, last)
+        if last:
+            self._finish(sequence)
+        elif channel.stream and channel.backlog >= BACKLOG:
+            channel.held = True
+            if channel.backlog <= BACKLOG // 2:  # read just now, before the reader could see that it is waited for
+                channel.held = False
+            else:
+                self._scheduler.park(sequence)
+
+    def _finish(self, sequence: Sequence) -> None:
+        if self._channels.pop(sequence, None) is not None:
+            self.finished += 1
+            self._scheduler.remove(sequence)
+
+
+def _stop(inbox: SimpleQueue[Any], thread: threading.Thread) -> None:
+    inbox.put((None, ()))
+    if thread is not threading.current_thread():
+        thread.join()

@@ -1,0 +1,135 @@
+"""Computes the steps that the scheduler plans, and chooses their tokens: on the device where it can, else on the host.
+
+On CUDA the sequences that sample on the device run as one flight, which stays a step ahead of the host for as long as
+its members stay the same. The host samples for the others: those that report log-probabilities, whose draws must not
+depend on who is beside them, and those that compute tokens again after preemption, which draw nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import isfinite
+
+import torch
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.errors import RequestError
+from nibblelm.request import LogitsRequest, Request
+from nibblelm.runner import Runner, SampledSteps
+from nibblelm.sampler import Sampled, Sampler, device_sampling, unusable_logits
+from nibblelm.scheduler import Chunk, Plan, Scheduler, Sequence
+
+Choice = Sampled | RequestError | None
+"""A token, why there is none, or None: the prompt was all that was to be computed."""
+
+
+class Executor:
+    """Steps of one runner. Each sequence's `owner` is its Request or LogitsRequest."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self._runner, self._scheduler = runner, scheduler
+        self._members: list[Sequence] = []  # of the flight
+        self._flight: SampledSteps | None = None
+
+    def run(self, plan: Plan) -> Iterator[tuple[Sequence, Choice]]:
+        """Compute a step. Yields each sequence that is due a token with what was chosen for it, as soon as it is."""
+        if self._runner.device.type == "cuda":
+            flying = [s for s in plan.decodes if s.at_end and s.owner.params.logprobs is None]
+            hosted = [s for s in plan.decodes if not s.at_end or s.owner.params.logprobs is not None]
+            yield from self._fly(flying, any(c.last == c.sequence.prompt for c in plan.chunks))
+        else:
+            hosted = plan.decodes
+        if hosted:
+            yield from self._decode(hosted)
+        for chunk in plan.chunks:
+            yield from self._prefill(chunk)
+
+    def _prefill(self, chunk: Chunk) -> Iterator[tuple[Sequence, Choice]]:
+        s = chunk.sequence
+        request: Request | LogitsRequest = s.owner
+        request.begin()
+        every_row = request.every_row
+        logits = self._runner.prefill(s.ids[: chunk.last], s.slot, chunk.first, every_row)
+        self._scheduler.advance(s, chunk.last)
+        if every_row:
+            request.take_rows(chunk.first, logits)
+        if s.computed == len(s.ids):
+            if isinstance(request, LogitsRequest):
+                yield s, None
+            else:
+                choice = _choose([request.sampler], logits[-1:])[0]
+                request.prompt_done(s.reused)
+                yield s, choice
+
+    def _decode(self, members: list[Sequence]) -> Iterator[tuple[Sequence, Choice]]:
+        self._rewind(members)
+        logits = self._runner.decode([s.ids[s.computed] for s in members], [s.slot for s in members])
+        due = [(i, s) for i, s in enumerate(members) if s.at_end]
+        for s in members:
+            self._scheduler.advance(s, s.computed + 1)
+        if len(due) < len(members):
+            logits = logits[[i for i, _ in due]]
+        yield from zip((s for _, s in due), _choose([s.owner.sampler for _, s in due], logits), strict=True)
+
+    def _fly(self, wanted: list[Sequence], more_to_come: bool) -> Iterator[tuple[Sequence, Choice]]:
+        """A step of the flight. When its members change, the step that it is ahead is used up first."""
+        flight, members = self._flight, self._members
+        if flight is not None and members != wanted and flight.in_flight:
+            self._flight = None
+            tokens = flight.next(last=True)
+        elif wanted:
+            if flight is None or members != wanted:
+                flight, members = self._launched(wanted), wanted
+            tokens = flight.next(last=more_to_come or any(len(s.ids) + 1 >= s.limit for s in members))
+        else:
+            self._flight = None
+            return
+        for s, token in zip(members, tokens, strict=True):
+            if s.at_end:  # else it ended, or lost its pages, while the step was under way
+                self._scheduler.advance(s, s.computed + 1)
+                yield s, unusable_logits("not finite") if token < 0 else s.owner.sampler.accept(token)
+
+    def _launched(self, members: list[Sequence]) -> SampledSteps:
+        self._rewind(members)
+        state = device_sampling([s.owner.sampler for s in members], self._runner.model.config.vocab_size)
+        self._members = members
+        self._flight = self._runner.sampled_steps([s.ids[-1] for s in members], [s.slot for s in members], state)
+        return self._flight
+
+    def _rewind(self, members: list[Sequence]) -> None:
+        """Forget what a flight wrote for sequences that went on without it."""
+        for s in members:
+            del self._runner.history[s.slot][s.computed :]
+
+
+def _choose(samplers: list[Sampler], logits: Tensor) -> list[Sampled | RequestError]:
+    """The next token of each sequence, from its row of logits (M, vocab), or why there is none."""
+    greedy: list[int] = ops.argmax(logits).tolist() if any(s.takes_argmax for s in samplers) else []
+    chosen: list[Sampled | RequestError] = []
+    with _one_torch_thread():
+        for i, sampler in enumerate(samplers):
+            try:
+                chosen.append(
+                    _argmax(sampler, logits[i], greedy[i]) if sampler.takes_argmax else sampler.sample(logits[i])
+                )
+            except RequestError as error:
+                chosen.append(error)
+    return chosen
+
+
+def _argmax(sampler: Sampler, row: Tensor, token_id: int) -> Sampled:
+    peak = float(row[token_id])
+    if not isfinite(peak):  # the kernel's argmax passes over NaN
+        raise unusable_logits(peak)
+    return sampler.accept(token_id)
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Sampling is too small to share out: torch's threads would wait for each other and for the kernels' own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
