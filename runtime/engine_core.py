@@ -178,9 +178,8 @@ class _Core:
         """The thread: steps until it is told to end, or a step fails."""
         try:
             with torch.inference_mode():
-                while self._heard():
-                    for sequence, choice in self._executor.run(self._scheduler.plan()):
-                        self._deliver(sequence, choice)
+                while self.heard():
+                    self.step()
             self.stop("it was closed")
         except BaseException as error:
             self.stop(f"a step failed with {type(error).__name__}: {error}", error)
@@ -219,14 +218,19 @@ class _Core:
             channel.held = False
             self._scheduler.resume(sequence)
 
-    def _heard(self) -> bool:
-        """Do what the messages say, waiting for one if there is nothing to compute; False: end."""
-        while not self._scheduler.has_work or not self.inbox.empty():
+    def heard(self, wait: bool = True) -> bool:
+        """Do what the messages say. With `wait` there is something to compute afterwards, unless it is False: end."""
+        while not self.inbox.empty() or (wait and not self._scheduler.has_work):
             method, args = self.inbox.get()
             if method is None:
                 return False
             method(*args)
         return True
+
+    def step(self) -> None:
+        """Compute what the scheduler plans, and hand out what comes of it."""
+        for sequence, choice in self._executor.run(self._scheduler.plan()):
+            self._deliver(sequence, choice)
 
     def _deliver(self, sequence: Sequence, choice: Choice) -> None:
         request, channel = sequence.owner, self._channels[sequence]

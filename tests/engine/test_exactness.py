@@ -1,0 +1,148 @@
+"""Whatever else is computed, a request gives what it gives alone, in another process: random schedules.
+
+`--schedules N` runs N of them for all kinds of models together (`make check-long`).
+"""
+
+import json
+import subprocess
+import sys
+import threading
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nibblelm import LLM, SamplingParams, StreamPiece, convert, engine_core, ops
+from nibblelm.engine_core import Engine, Handle
+from nibblelm.pages import pages_for
+from nibblelm.scheduler import Scheduler
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
+from oracle import save_random
+from requests_alone import COUNT, requests, result
+
+USABLE, REASON = ops.cuda_available()
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]
+FORMATS = {
+    "int4": dict(bits=4, group_size=-1),
+    "g128": dict(bits=4, group_size=128),
+    "int8": dict(bits=8),
+    "full": None,
+}
+KINDS = [  # family, weights, device, dtype
+    ("mistral", "int4", "cpu", "auto"),
+    ("qwen3", "full", "cpu", "fp32"),
+    *(
+        pytest.param(("qwen3", weights, "cuda", dtype), marks=GPU, id=f"cuda-{weights}-{dtype}")
+        for weights in FORMATS
+        for dtype in ("bf16", "fp32")
+    ),
+]
+REQUESTS = requests()
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, list[Any]]:
+    """A loaded model, and what each of REQUESTS gives alone in a process of its own."""
+    family, weights, device, dtype = request.param
+    folder = tmp_path_factory.mktemp("exact")
+    source = save_random(family, folder / "source")
+    if FORMATS[weights] is not None:
+        convert(source, folder / "converted", **FORMATS[weights])
+        source = folder / "converted"
+    script = Path(__file__).parent / "requests_alone.py"
+    alone = subprocess.run(
+        [sys.executable, script, source, device, dtype], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return LLM(source, device, dtype), json.loads(alone.stdout)
+
+
+def schedules() -> st.SearchStrategy[dict[str, Any]]:
+    """Sizes of the engine, and for each arrival: step, request, pieces read before it is given up, pace of reading."""
+    arrival = st.tuples(
+        st.integers(0, 60), st.integers(0, COUNT - 1), st.none() | st.integers(0, 40), st.integers(1, 4)
+    )
+    return st.fixed_dictionaries(
+        dict(
+            slots=st.integers(1, 8),
+            pages=st.integers(7, 30),
+            budget=st.tuples(st.integers(10, 300), st.integers(10, 100)),
+            backlog=st.integers(2, 64),
+            arrivals=st.lists(arrival, min_size=1, max_size=14),
+        )
+    )
+
+
+class Reader:
+    """Reads a stream at its own pace, and perhaps gives up."""
+
+    def __init__(self, handle: Handle, index: int, patience: int | None, pace: int) -> None:
+        self._handle, self._pieces = handle, handle.tokens()
+        self.index, self._patience, self._pace = index, patience, pace
+        self.ids: list[int | None] = []
+        self.output: Any = None
+
+    def read(self, step: int) -> bool:
+        """Take what is there, if it is this reader's turn; False at the end."""
+        if step % self._pace == 0 and not self._handle._channel.items.empty():
+            piece: StreamPiece = next(self._pieces)
+            self.ids.append(piece.token_id)
+            self.output = piece.output
+            if self.output is None and len(self.ids) == self._patience:
+                self._handle.abort()
+                return False
+        return self.output is None
+
+
+def run(llm: LLM, schedule: dict[str, Any], alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_core, "BACKLOG", schedule["backlog"])
+    engine = Engine(llm.runner, Scheduler(schedule["slots"], schedule["pages"], schedule["budget"]))
+    engine._thread = threading.current_thread()  # steps are made here, one for each turn of the readers
+    core = engine._core
+    arrivals = sorted(schedule["arrivals"], key=lambda arrival: arrival[0])
+    reading: list[Reader] = []
+    for step in count():
+        while arrivals and arrivals[0][0] <= step:
+            _, index, patience, pace = arrivals.pop(0)
+            prompt, params = REQUESTS[index]
+            request = llm._request(prompt, llm._params(SamplingParams(**params), {}))
+            reading.append(Reader(engine.add(request), index, patience, pace))
+        assert core.heard(wait=False)
+        if core._scheduler.has_work:
+            core.step()
+        for reader in reading[:]:
+            if not reader.read(step):
+                reading.remove(reader)
+                want = alone[reader.index]
+                assert reader.ids == want[0][: len(reader.ids)], f"request {reader.index}"
+                if reader.output is not None:
+                    assert result(reader.output) == want, f"request {reader.index}"
+        if not reading and not arrivals:
+            break
+        assert step < 50_000, "requests that do not end"
+
+
+def test_ids_are_those_of_one_request_at_a_time(
+    model: tuple[LLM, list[Any]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, alone = model
+    share = sum((llm.device.type == "cuda") == (not isinstance(kind, tuple)) for kind in KINDS)
+
+    @settings(max_examples=-(-request.config.getoption("--schedules") // share), deadline=None)
+    @given(schedules())
+    def check(schedule: dict[str, Any]) -> None:
+        run(llm, schedule, alone, monkeypatch)
+
+    check()
+
+
+def test_the_requests_tell_schedules_apart(model: tuple[LLM, list[Any]]) -> None:
+    """They fit in the smallest pool, differ from each other, and share pages."""
+    _, alone = model
+    assert all(pages_for(len(prompt) + params["max_tokens"]) <= 7 for prompt, params in REQUESTS)
+    assert len({tuple(ids) for ids, _, _ in alone}) > COUNT * 0.8
+    assert len({tuple(prompt[:64]) for prompt, _ in REQUESTS if len(prompt) > 64}) <= 4
