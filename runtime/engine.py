@@ -103,7 +103,7 @@ class LLM:
         self.bos_id, self.eos_ids = self._special_ids(checkpoint)
         check_tensors(checkpoint, tensor_plan(checkpoint.config), self.config.tied)
         self.kv_pages = self._plan_pages(checkpoint, kv_memory, max_context is not None)
-        self.max_context = min(self.max_context, self.kv_pages * PAGE)
+        self.max_context = min(self.max_context, self.kv_tokens)
         weights = CheckpointWeights(checkpoint, self.device, self.dtype, self.activations)
         network = family(checkpoint.config).Model(weights, self.config, self.max_context)
         self.runner = Runner(network, self.device, self.kv_dtype, self.max_context, graph)
@@ -162,6 +162,16 @@ class LLM:
         """Bytes of cache that one position of one sequence takes."""
         c = self.config
         return bytes_per_token(c.layers, c.kv_heads, c.head_dim, self.kv_dtype)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Positions, of all sequences together, that the memory for keys and values holds."""
+        return self.kv_pages * PAGE
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of that memory."""
+        return self.kv_tokens * self.kv_bytes_per_token
 
     @overload
     def generate(

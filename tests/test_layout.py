@@ -19,8 +19,8 @@ LAYERS = [
     ["quant"],
     ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
-    ["converter", "shapes", "runner", "sampler", "benchmark", "request", "pages", "scheduler", "executor"],
-    ["engine_core", "engine"],
+    ["converter", "shapes", "runner", "sampler", "benchmark", "request", "pages", "scheduler", "executor"]
+    + ["engine_core", "engine"],
     ["evaluation"],
     ["cli"],
     ["__main__"],

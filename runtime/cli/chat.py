@@ -5,7 +5,14 @@ import sys
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
-from nibblelm.cli.options import add_model_arguments, add_sampling_arguments, load_model, print_footer, sampling_params
+from nibblelm.cli.options import (
+    add_model_arguments,
+    add_sampling_arguments,
+    load_model,
+    print_footer,
+    print_load,
+    sampling_params,
+)
 
 if TYPE_CHECKING:
     from nibblelm.engine import LLM
@@ -31,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if llm.tokenizer is None or llm.tokenizer.chat_template is None:
         raise RequestError("this model has no chat template; use nibblelm generate")
     params = sampling_params(args)
+    print_load(llm)
     opening: list[dict[str, Any]] = [] if args.system is None else [{"role": "system", "content": args.system}]
     turns: list[dict[str, Any]] = []
     if sys.stdin.isatty():

@@ -7,7 +7,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nibblelm.cli.options import add_model_arguments, add_sampling_arguments, load_model, print_footer, sampling_params
+from nibblelm.cli.options import (
+    add_model_arguments,
+    add_sampling_arguments,
+    load_model,
+    print_footer,
+    print_load,
+    sampling_params,
+)
 
 if TYPE_CHECKING:
     from nibblelm.engine import LLM
@@ -32,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     llm = load_model(args)
     params = sampling_params(args)
     messages = _messages(llm, prompt, args)
+    print_load(llm)
     pieces = llm.stream(prompt, params) if messages is None else llm.stream_chat(messages, params)
     if args.echo and not args.json:
         print(prompt, end="", flush=True)

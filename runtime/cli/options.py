@@ -24,6 +24,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_activations_argument(parser)
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: the cores it may use)")
     parser.add_argument("--ctx-size", type=positive, metavar="N", help="context in tokens (default: the model's)")
+    add_kv_memory_argument(parser)
     parser.add_argument("--no-graph", dest="graph", action="store_false", help="run decode steps kernel by kernel")
     parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
 
@@ -34,6 +35,16 @@ def add_activations_argument(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(8, 16),
         help="bits that inputs of quantized layers are rounded to (default: as --dtype says; on CUDA 16 for bf16)",
+    )
+
+
+def add_kv_memory_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-memory",
+        type=byte_count,
+        metavar="BYTES",
+        help="memory for keys and values, also as 512M or 8G (default: what the context takes, at most 60%% of what is "
+        "free)",
     )
 
 
@@ -73,20 +84,22 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
 
 
 def load_model(args: argparse.Namespace) -> "LLM":
-    """The model that the flags ask for."""
+    """The model that the flags ask for, for one sequence at a time."""
     from nibblelm.engine import LLM
 
     options = {"activations": args.activations, "strict": args.strict, "graph": args.graph}
-    llm = LLM(args.model, args.device, args.dtype, args.threads, args.ctx_size, **options)
-    if llm.device.type == "cuda":
-        cache = llm.kv_bytes_per_token * llm.max_context
-        print(
-            f"weights: {llm.weight_bytes / 2**20:.0f} MiB in {llm.load_s:.2f} s, "
-            f"{llm.weight_bytes / llm.load_s / 1e9:.1f} GB/s | context: {llm.max_context} tokens, "
-            f"{cache / 2**20:.0f} MiB",
-            file=sys.stderr,
-        )
-    return llm
+    options |= {"kv_memory": args.kv_memory, "max_sequences": 1}
+    return LLM(args.model, args.device, args.dtype, args.threads, args.ctx_size, **options)
+
+
+def print_load(llm: "LLM") -> None:
+    """What was loaded, and the memory that was planned for its use, on standard error."""
+    print(
+        f"weights: {llm.weight_bytes / 2**20:.0f} MiB in {llm.load_s:.2f} s, "
+        f"{llm.weight_bytes / llm.load_s / 1e9:.1f} GB/s | context: {llm.max_context} tokens | "
+        f"keys and values: {llm.kv_bytes / 2**20:.1f} MiB for {llm.kv_tokens} tokens",
+        file=sys.stderr,
+    )
 
 
 def print_footer(output: "GenerationOutput") -> None:
@@ -108,6 +121,12 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def byte_count(text: str) -> int:
+    """A number of bytes; K, M and G stand for powers of 1024."""
+    number, power = (text[:-1], "KMG".index(text[-1]) + 1) if text[-1:] in ("K", "M", "G") else (text, 0)
+    return positive(number) * 1024**power
 
 
 def shown_perplexity(figures: Mapping[str, Any]) -> str:

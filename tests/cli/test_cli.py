@@ -44,7 +44,9 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(stories: str) -> None:
     assert "tok/s" in result.stderr
     assert "peak memory" in result.stderr
     assert "tok/s" not in result.stdout
-    without = run("generate", "-m", stories, "-p", "Once upon a time", "-n", "20", "--temp", "0")
+    bounded = ("--kv-memory", "1M", "--dtype", "fp32")
+    without = run("generate", "-m", stories, "-p", "Once upon a time", "-n", "20", "--temp", "0", *bounded)
+    assert "keys and values: 0.9 MiB for 768 tokens" in without.stderr
     assert "Once upon a time" + without.stdout == result.stdout
 
 
@@ -102,6 +104,8 @@ def test_prompts_that_cannot_be_read_are_one_line(stories: str, tmp_path: Path) 
         (("generate", "-m", "x", "-p", "a", "--temp", "hot"), 2, "temp"),
         (("generate", "-m", "x", "-p", "a", "--threads", "0"), 2, "at least 1"),
         (("bench", "-m", "x", "--threads", "0"), 2, "at least 1"),
+        (("generate", "-m", "x", "-p", "a", "--kv-memory", "8X"), 2, "--kv-memory"),
+        (("generate", "-m", "{stories}", "-p", "a", "--kv-memory", "1K"), 1, "hold 0 tokens"),
         (("dance",), 2, "dance"),
         (("generate", "-m", "/nowhere/model", "-p", "a"), 1, "/nowhere/model"),
         (("generate", "-m", "{stories}", "-f", "/nowhere/prompt.txt"), 1, "/nowhere/prompt.txt"),
