@@ -22,7 +22,7 @@ from nibblelm.layers import rope_bytes
 from nibblelm.memory import free_memory, require_memory
 from nibblelm.models import family, tensor_plan
 from nibblelm.ops.types import ActivationBits
-from nibblelm.pages import PAGE, pages_for
+from nibblelm.pages import PAGE, page_count
 from nibblelm.request import GenerationOutput, LogitsRequest, Request, StreamPiece, Timings
 from nibblelm.runner import Runner, workspace_bytes
 from nibblelm.sampler import SamplingParams
@@ -107,11 +107,9 @@ class LLM:
         weights = CheckpointWeights(checkpoint, self.device, self.dtype, self.activations)
         network = family(checkpoint.config).Model(weights, self.config, self.max_context)
         self.runner = Runner(network, self.device, self.kv_dtype, self.max_context, graph)
-        slots = self.max_sequences
-        if self.device.type == "cuda":
-            slots = min(slots, self.kv_pages // pages_for(self.max_context))
-        self.runner.reserve(slots)
-        self.engine = Engine(self.runner, Scheduler(slots, self.kv_pages, STEP_TOKENS[self.device.type]))
+        self.runner.reserve(self.max_sequences, self.kv_pages)
+        scheduler = Scheduler(self.max_sequences, self.kv_pages, STEP_TOKENS[self.device.type])
+        self.engine = Engine(self.runner, scheduler)
         self.weight_bytes = weights.streamed_bytes
         self.load_s = time.perf_counter() - begun
 
@@ -126,7 +124,7 @@ class LLM:
     def _plan_pages(self, checkpoint: Checkpoint, kv_memory: int | None, asked: bool) -> int:
         """Pages of keys and values. `asked`: the whole context was asked for by name, so that less will not do."""
         page_bytes = PAGE * self.kv_bytes_per_token
-        wanted = pages_for(self.max_context)
+        wanted = page_count(self.max_context)
         others = dict(
             weights=sum(checkpoint.info(name).nbytes for name in checkpoint.names()),
             rope=rope_bytes(self.config, self.max_context),

@@ -48,7 +48,7 @@ class Engine:
             list(request.ids),
             len(request.ids),
             len(request.ids) + max(request.most, 1),
-            share=not request.every_row and hasattr(core.runner, "tables"),  # until the pool is the kernels' own
+            share=not request.every_row,
             owner=request,
         )
         channel = _Channel(stream)
@@ -170,7 +170,6 @@ class _Core:
         self.inbox: SimpleQueue[tuple[Callable[..., None] | None, tuple[Any, ...]]] = SimpleQueue()
         self.end: Callable[[], EngineError] | None = None  # makes what every request gets from now on
         self.finished = 0
-        self.runner = runner
         self._scheduler, self._executor = scheduler, Executor(runner, scheduler)
         self._channels: dict[Sequence, _Channel] = {}
 

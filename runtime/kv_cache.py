@@ -6,6 +6,7 @@ import torch
 
 from nibblelm.memory import reserved
 from nibblelm.ops import PAGE
+from nibblelm.pages import page_count
 
 NO_PAGE = -1
 """The entry of a table where a sequence has no page."""
@@ -54,11 +55,6 @@ class KVCache:
         row = torch.tensor([*pages, *[NO_PAGE] * (width - len(pages))], dtype=torch.int32)
         with torch.inference_mode():  # the tables may have been made in it
             self.tables[slot].copy_(row)
-
-
-def page_count(positions: int) -> int:
-    """How many pages that many positions take."""
-    return -(-positions // PAGE)
 
 
 def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

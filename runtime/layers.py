@@ -8,9 +8,10 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.config import DecoderConfig
-from nibblelm.kv_cache import KVCache, page_count
+from nibblelm.kv_cache import KVCache
 from nibblelm.memory import reserved
 from nibblelm.ops.types import PAGE, ActivationBits
+from nibblelm.pages import page_count
 from nibblelm.rope_scaling import tables
 from nibblelm.weights import PlanWeights, TensorSpec, Weights
 

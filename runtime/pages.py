@@ -3,15 +3,14 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-PAGE = 64
-"""Positions of one sequence that one page holds."""
+from nibblelm._cpu import PAGE
 
 ROOT = 0
 """The chain of a prompt before its first page."""
 
 
-def pages_for(positions: int) -> int:
-    """How many pages hold that many positions."""
+def page_count(positions: int) -> int:
+    """How many pages that many positions take."""
     return -(-positions // PAGE)
 
 

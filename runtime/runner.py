@@ -11,10 +11,11 @@ from torch import Tensor
 from nibblelm import ops
 from nibblelm.config import DecoderConfig
 from nibblelm.errors import RequestError
-from nibblelm.kv_cache import KVCache, bytes_per_token, page_count
+from nibblelm.kv_cache import KVCache, bytes_per_token
 from nibblelm.layers import Rope, Step
 from nibblelm.memory import require_memory
 from nibblelm.ops import PAGE, SamplingState
+from nibblelm.pages import page_count
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
 """Tokens per prefill step, fixed so that a prompt is always cut in the same places."""

@@ -17,7 +17,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from nibblelm.errors import RequestError
-from nibblelm.pages import PAGE, ROOT, PagePool, pages_for
+from nibblelm.pages import PAGE, ROOT, PagePool, page_count
 
 AHEAD = 1
 """Positions beyond the one to be computed that a generating sequence has pages for: a device runs a step ahead."""
@@ -72,12 +72,12 @@ class Chunk:
 class Plan:
     """One step: a token for each of `decodes`, at its position `computed`, and chunks of prompts.
 
-    `tables` are the page table entries (slot, index, page) to be written before.
+    `moved` are the sequences whose slot or pages have changed since the last plan.
     """
 
     decodes: list[Sequence]
     chunks: list[Chunk]
-    tables: list[tuple[int, int, int]]
+    moved: list[Sequence]
 
 
 class Scheduler:
@@ -92,7 +92,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self._budget = budget
         self._slots = list(range(slots))
-        self._tables: list[tuple[int, int, int]] = []
+        self._moved: dict[Sequence, None] = {}
         self._arrivals = 0
         self._refused: tuple[int, int, int] | None = None  # what it was like when the oldest one did not fit
 
@@ -149,9 +149,9 @@ class Scheduler:
                 budget -= chunk.last - chunk.first
             if budget <= 0:
                 break
-        tables, self._tables = self._tables, []
+        moved, self._moved = [s for s in self._moved if s.slot >= 0], {}
         # a prompt that came before may have taken the pages of one that generates, which may even be back already
-        return Plan([s for s in decodes if s.slot >= 0 and s.computed >= s.prompt], chunks, tables)
+        return Plan([s for s in decodes if s.slot >= 0 and s.computed >= s.prompt], chunks, moved)
 
     def advance(self, sequence: Sequence, computed: int) -> None:
         """The tokens of a running sequence before `computed` are computed; its full prompt pages can be found now."""
@@ -191,10 +191,11 @@ class Scheduler:
             for unused in s.pages[s.published :]:  # taken for a chunk that did not come about
                 self.pool.release([unused])
             del s.pages[s.published :]
-            self._enter(s, page)
+            s.pages.append(page)
             s.published += 1
             s.reused += PAGE
             s.computed = end
+            self._moved[s] = None
 
     def _admit(self, s: Sequence) -> bool:
         """Give the sequence that waits longest a slot, if there are one and pages for all that it wants by now."""
@@ -202,7 +203,7 @@ class Scheduler:
         if state == self._refused:
             return False
         self._adopt(s)
-        need = pages_for(min(len(s.ids) + AHEAD, s.limit - 1)) - len(s.pages)
+        need = page_count(min(len(s.ids) + AHEAD, s.limit - 1)) - len(s.pages)
         while not self._slots or need > self.pool.available:
             parked = next((other for other in reversed(self.running) if other.parked), None)
             if parked is None:
@@ -213,7 +214,7 @@ class Scheduler:
         self.waiting.pop(0)
         s.slot = heappop(self._slots)
         insort(self.running, s, key=_arrival)
-        self._tables += [(s.slot, index, page) for index, page in enumerate(s.pages)]
+        self._moved[s] = None
         self._admitted = s
         return True
 
@@ -222,17 +223,13 @@ class Scheduler:
         while len(s.pages) * PAGE < positions:
             page = self.pool.take()
             if page is not None:
-                self._enter(s, page)
+                s.pages.append(page)
+                self._moved[s] = None
             elif (victim := self._victim(s)) is not None:
                 self._preempt(victim)
             else:
                 return False
         return True
-
-    def _enter(self, s: Sequence, page: int) -> None:
-        if s.slot >= 0:
-            self._tables.append((s.slot, len(s.pages), page))
-        s.pages.append(page)
 
     def _victim(self, s: Sequence) -> Sequence | None:
         """Who gives up pages for `s`: the newest whose reader is behind, else the newest that came after it."""
@@ -259,7 +256,7 @@ class Scheduler:
 
 def check_size(limit: int, pages: int) -> None:
     """Raise RequestError where a sequence of up to `limit` tokens does not fit in that many pages."""
-    if pages_for(limit - 1) > pages:
+    if page_count(limit - 1) > pages:
         raise RequestError(
             f"prompt and output may come to {limit} tokens; the memory for keys and values holds {pages * PAGE}: "
             "ask for fewer tokens, or give it more (kv_memory, --kv-memory)"

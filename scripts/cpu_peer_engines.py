@@ -52,7 +52,9 @@ class NibbleLM:
         from nibblelm import LLM, ops
 
         self._ops, self._torch = ops, torch
-        self._runner = LLM(folder, device="cpu", max_context=CONTEXT).runner
+        llm = LLM(folder, device="cpu", max_context=CONTEXT, max_sequences=1)
+        self._runner = llm.runner
+        self._runner.set_pages(0, range(llm.kv_pages))
         self.vocab = self._runner.model.config.vocab_size
 
     def set_threads(self, count: int) -> None:

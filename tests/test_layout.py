@@ -13,14 +13,13 @@ PACKAGE = Path(nibblelm.__file__).parent
 
 # A module may import from its own layer and from layers before it.
 LAYERS = [
-    ["errors", "memory", "_cpu", "_cuda", "nibblelm"],
+    ["errors", "memory", "_cpu", "_cuda", "pages", "nibblelm"],
     ["ops"],
     ["config", "checkpoint"],
     ["quant"],
     ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
-    ["converter", "shapes", "runner", "sampler", "benchmark", "request", "pages", "scheduler", "executor"]
-    + ["engine_core", "engine"],
+    "converter shapes runner sampler benchmark request scheduler executor engine_core engine".split(),
     ["evaluation"],
     ["cli"],
     ["__main__"],

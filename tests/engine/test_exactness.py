@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from nibblelm import LLM, SamplingParams, StreamPiece, convert, engine_core, ops
 from nibblelm.engine_core import Engine, Handle
-from nibblelm.pages import pages_for
+from nibblelm.pages import page_count
 from nibblelm.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -143,6 +143,6 @@ def test_ids_are_those_of_one_request_at_a_time(
 def test_the_requests_tell_schedules_apart(model: tuple[LLM, list[Any]]) -> None:
     """They fit in the smallest pool, differ from each other, and share pages."""
     _, alone = model
-    assert all(pages_for(len(prompt) + params["max_tokens"]) <= 7 for prompt, params in REQUESTS)
+    assert all(page_count(len(prompt) + params["max_tokens"]) <= 7 for prompt, params in REQUESTS)
     assert len({tuple(ids) for ids, _, _ in alone}) > COUNT * 0.8
     assert len({tuple(prompt[:64]) for prompt, _ in REQUESTS if len(prompt) > 64}) <= 4

@@ -49,9 +49,10 @@ def step(scheduler: Scheduler, device: Device, ahead: bool = False) -> list[Sequ
     assert plan.decodes or plan.chunks, "there was work, and nothing is done"
     assert sum(c.last - c.first for c in plan.chunks) + len(plan.decodes) <= scheduler._budget[bool(plan.decodes)]
     members = [*plan.decodes, *(c.sequence for c in plan.chunks)]
+    assert all(s.running and not s.parked for s in members)
     assert len({id(s) for s in members}) == len({s.slot for s in members}) == len(members)
-    for slot, index, page in plan.tables:
-        device.tables[slot][index] = page
+    for s in plan.moved:
+        device.tables[s.slot] = dict(enumerate(s.pages))
     finished = []
     for s in plan.decodes:
         assert s.prompt <= s.computed < len(s.ids)
@@ -183,8 +184,8 @@ def test_first_come_first_served_and_generating_comes_first() -> None:
 
 def peek(scheduler: Scheduler, device: Device) -> list[Chunk]:
     plan = scheduler.plan()
-    for slot, index, page in plan.tables:
-        device.tables[slot][index] = page
+    for s in plan.moved:
+        device.tables[s.slot] = dict(enumerate(s.pages))
     for c in plan.chunks:
         scheduler.advance(c.sequence, c.last)
         if c.last == c.sequence.prompt:

@@ -9,7 +9,7 @@ import torch
 
 from nibblelm import SamplingParams
 from nibblelm.engine_core import Engine
-from nibblelm.pages import PAGE, pages_for
+from nibblelm.pages import PAGE, page_count
 from nibblelm.request import Request
 from nibblelm.scheduler import Scheduler
 
@@ -39,6 +39,9 @@ class Device:
     def __init__(self, slots: int) -> None:
         self.history: list[list[int]] = [[] for _ in range(slots)]
 
+    def set_pages(self, slot: int, pages: list[int]) -> None:
+        pass
+
     def prefill(self, ids: list[int], slot: int, start: int, every_row: bool) -> torch.Tensor:
         self.history[slot] = list(ids)
         return torch.zeros(1, VOCABULARY)
@@ -50,7 +53,7 @@ class Device:
 @pytest.mark.parametrize(("batch", "most_us"), [(1, 100), (16, 300), (64, 1500)])
 def test_steps_of_the_same_sequences_cost_little(batch: int, most_us: float) -> None:
     device = Device(batch)
-    engine = Engine(device, Scheduler(batch, batch * pages_for(CONTEXT), (2048, 512)))  # type: ignore[arg-type]
+    engine = Engine(device, Scheduler(batch, batch * page_count(CONTEXT), (2048, 512)))  # type: ignore[arg-type]
     engine._thread = object()  # type: ignore[assignment]  # steps are made here
     params = SamplingParams(temperature=0, max_tokens=1500)
     handles = [

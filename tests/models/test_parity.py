@@ -63,6 +63,7 @@ def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
 
     # the same prompt token by token, from a short prefill
     runner = llm.runner
+    runner.set_pages(0, [0, 1])
     with torch.inference_mode():
         runner.prefill(PROMPT[:3])
         steps = torch.cat([runner.decode([token], [0]).clone() for token in PROMPT[3:]])
@@ -89,6 +90,7 @@ def test_rounded_activations(source: tuple[str, Path], scheme: str, tmp_path: Pa
             f"{name} {scheme} {dtype}: relative L2 is {ratio:.2f} times that of transformers in bf16 ({yardstick:.1e})"
         )
         assert ratio <= bound
+        llm.runner.set_pages(0, [0, 1])
         with torch.inference_mode():
             llm.runner.prefill(PROMPT[:3])
             steps = torch.cat([llm.runner.decode([token], [0]).clone() for token in PROMPT[3:]])
