@@ -1,23 +1,26 @@
-"""End-to-end speed: prefill and greedy decode of a loaded model, and the bandwidth it reaches.
+"""End-to-end speed of the engine: prompts, and greedy tokens of a batch.
 
 Rules: every step consumes the tokens the last one wrote, end tokens are ignored, logits are checked finite, the
-prompts of a batch differ, depth is filled by real prefill. Decode speed is batch * (generated - 1) / (first decode
-launch to last token on the host), sampling included; prefill counts from ids on the host to the first token, head on
-the last position only. Two seconds of warm-up, then `repeats` measurements of at least `seconds` each.
+prompts of a batch differ, depth is filled by real prefill and then found in the cache, prompts are not. A batch is
+entered at once and runs twice, to its first tokens and to its last: prefill counts from ids on the host to all first
+tokens, decoding is batch * (generated - 1) / (the one's time - the other's), sampling, threads and queues included.
+Two seconds of warm-up, then `repeats` measurements of at least `seconds` each.
 """
 
 import hashlib
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from nibblelm import ops
-from nibblelm.ops import SamplingState
+from nibblelm.engine import STEP_TOKENS
+from nibblelm.engine_core import Engine
+from nibblelm.pages import page_count
+from nibblelm.request import GenerationOutput, Request
 from nibblelm.runner import Runner
+from nibblelm.sampler import SamplingParams
+from nibblelm.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -51,65 +54,62 @@ def prompts(load: Load, vocab_size: int) -> list[list[int]]:
     return torch.randint(0, vocab_size, (load.batch, length), generator=generator).tolist()
 
 
-@torch.inference_mode()
-def measure(runner: Runner, load: Load, repeats: int = 5, seconds: float = 2.0, warmup: float = 2.0) -> Speed:
-    """Measure one configuration; the runner needs room for `load.context` positions."""
-    runner.reserve(load.batch)
-    ids = prompts(load, runner.model.config.vocab_size)
-    slots = list(range(load.batch))
-    for slot in slots if load.depth else []:
-        runner.prefill(ids[slot][: load.depth], slot)
+def measure(
+    runner: Runner, load: Load, pages: int | None = None, repeats: int = 5, seconds: float = 2.0, warmup: float = 2.0
+) -> Speed:
+    """Measure one configuration with a pool of `pages`, else of as many as the load takes.
+
+    `runner` has a capacity of at least `load.context`, and nothing reserved.
+    """
+    pages = load.batch * page_count(load.context) if pages is None else pages
+    runner.reserve(load.batch, pages)
+    engine = Engine(runner, Scheduler(load.batch, pages, STEP_TOKENS[runner.device.type]))
+    try:
+        return _measured(engine, runner.model.config.vocab_size, load, repeats, seconds, warmup)
+    finally:
+        engine.close()
+
+
+def _measured(engine: Engine, vocab_size: int, load: Load, repeats: int, seconds: float, warmup: float) -> Speed:
+    ids = prompts(load, vocab_size)
+
+    def run(tokens: int, length: int | None = None) -> tuple[float, list[list[int]]]:
+        """Seconds, and the ids of each output, of `tokens` tokens after each prompt or its beginning."""
+        params = SamplingParams(temperature=0, max_tokens=tokens)
+        requests = [Request(prompt[:length], params, None, vocab_size, load.context, set()) for prompt in ids]
+        begun = time.perf_counter()
+        handles = []
+        for request in requests:
+            request.share = load.depth
+            handles.append(engine.add(request, stream=False))
+        outputs: list[GenerationOutput] = [handle.result().output for handle in handles]
+        spent = time.perf_counter() - begun
+        if errors := [output.error for output in outputs if output.error is not None]:
+            raise FloatingPointError(errors[0])
+        return spent, [output.token_ids for output in outputs]
+
+    if load.depth:
+        run(1, load.depth)
     deadline = time.perf_counter() + warmup
-    generated = _run(runner, ids, slots, load)[2]
+    generated = run(load.generated_tokens)[1]
     while time.perf_counter() < deadline:
-        _run(runner, ids, slots, load)
+        run(load.generated_tokens)
     prefill: list[float] = []
     decode: list[float] = []
     for _ in range(repeats):
-        spent = [0.0, 0.0]
+        first = whole = 0.0
         rounds = 0
-        while sum(spent) < seconds:
-            a, b, again = _run(runner, ids, slots, load)
+        while whole < seconds:
+            first += run(1)[0]
+            spent, again = run(load.generated_tokens)
             assert again == generated, "greedy output must repeat from run to run"
-            spent[0] += a
-            spent[1] += b
+            whole += spent
             rounds += 1
-        prefill.append(rounds * load.batch * load.prompt_tokens / spent[0])
-        decode.append(
-            rounds * load.batch * (load.generated_tokens - 1) / spent[1] if load.generated_tokens > 1 else 0.0
-        )
-    digest = hashlib.sha256(repr(generated).encode()).hexdigest()[:16]
+        prefill.append(rounds * load.batch * load.prompt_tokens / first)
+        steps = rounds * load.batch * (load.generated_tokens - 1)
+        decode.append(steps / (whole - first) if steps and whole > first else 0.0)
+    digest = hashlib.sha256(repr([list(step) for step in zip(*generated, strict=True)]).encode()).hexdigest()[:16]
     return Speed(_mean_std(prefill), _mean_std(decode), digest)
-
-
-def _run(
-    runner: Runner, ids: Sequence[list[int]], slots: list[int], load: Load
-) -> tuple[float, float, list[list[int]]]:
-    """One prefill of every sequence and one decode: seconds of each and the generated ids."""
-    begun = time.perf_counter()
-    tokens: list[int] = []
-    for slot in slots:
-        tokens += _next(runner.prefill(ids[slot], slot, load.depth))
-    first = time.perf_counter()
-    generated, steps = [tokens], load.generated_tokens - 1
-    if runner.device.type == "cuda":
-        state = SamplingState.greedy(load.batch, torch.device("cpu"))
-        sampled = runner.sampled_steps(tokens, slots, state)
-        generated += [sampled.next(last=i == steps - 1) for i in range(steps)]
-    else:
-        for _ in range(steps):
-            generated.append(_next(runner.decode(generated[-1], slots)))
-    spent = first - begun, time.perf_counter() - first
-    if min(min(tokens) for tokens in generated) < 0:  # what sampling gives for a row without a finite logit
-        raise FloatingPointError("a step's logits are not finite")
-    return *spent, generated
-
-
-def _next(logits: Tensor) -> list[int]:
-    chosen: list[int] = ops.argmax(logits).tolist()
-    if not logits[0, chosen[0]].isfinite():
-        raise FloatingPointError(f"the largest logit is {logits[0, chosen[0]].item()}")
-    return chosen
 
 
 def _mean_std(values: list[float]) -> tuple[float, float]:

@@ -48,7 +48,7 @@ class Engine:
             list(request.ids),
             len(request.ids),
             len(request.ids) + max(request.most, 1),
-            share=not request.every_row,
+            share=request.share,
             owner=request,
         )
         channel = _Channel(stream)

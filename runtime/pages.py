@@ -3,7 +3,10 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from nibblelm._cpu import PAGE
+from nibblelm import _cpu
+
+PAGE: int = _cpu.PAGE
+"""Positions of one sequence that one page holds."""
 
 ROOT = 0
 """The chain of a prompt before its first page."""

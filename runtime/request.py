@@ -74,6 +74,7 @@ class Request:
     """One output on its way through the engine: `most` tokens after `ids`.
 
     every_row  whether `take_rows` is to see the logits of every prompt token
+    share      tokens of the prompt that need not be computed if the cache has them
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Request:
         self.text = None if tokenizer is None else TextStream(tokenizer, params.stop or ())
         self.sampled: list[Sampled] = []
         self.every_row = params.prompt_logprobs is not None
+        self.share = 0 if self.every_row else len(ids)
         self.prompt_logprobs: list[Sampled | None] | None = None
         self.finish: FinishReason | None = None
         self.error: str | None = None
@@ -163,6 +165,7 @@ class LogitsRequest:
 
     most = 0
     every_row = True
+    share = 0
 
     def __init__(self, ids: list[int], vocab_size: int, context: int) -> None:
         if not 1 <= len(ids) <= context:

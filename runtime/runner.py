@@ -118,15 +118,6 @@ class Runner:
         """`KVCache.set_pages`: before the step that uses them; one in flight is not disturbed."""
         self.cache.set_pages(slot, pages)
 
-    def shared_prefix(self, ids: Sequence[int], slot: int = 0) -> int:
-        """How many leading ids the cache of `slot` holds; at least one of them is left to compute."""
-        shared = 0
-        for old, new in zip(self.history[slot] if self.history else (), ids[:-1], strict=False):
-            if old != new:
-                break
-            shared += 1
-        return shared
-
     def prefill(self, ids: Sequence[int], slot: int = 0, start: int = 0, every_row: bool = False) -> Tensor:
         """Run ids[start:] at positions start, start + 1 ... of `slot`, whose cache must already hold ids[:start].
 

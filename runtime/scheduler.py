@@ -30,14 +30,14 @@ class Sequence:
     ids      the prompt and what was generated: the tokens wanted
     prompt   how many of `ids` are the prompt
     limit    how many tokens it may come to have
-    share    whether pages that others computed for the same beginning will do
+    share    how many tokens of its beginning pages that others computed may stand in for
     owner    whatever the engine knows it by
     """
 
     ids: list[int]
     prompt: int
     limit: int
-    share: bool = True
+    share: int = 1 << 62
     owner: Any = None
     arrival: int = 0
     computed: int = 0
@@ -173,7 +173,7 @@ class Scheduler:
         last = min(s.computed + budget, s.prompt)
         start = s.published * PAGE
         key = s.chain, tuple(s.ids[start : start + PAGE])
-        if s.share and s.computed == start and start + PAGE < s.prompt and key in begun:
+        if s.computed == start and self._may_adopt(s) and key in begun:
             return None
         if not self._grow(s, last):
             return None
@@ -183,7 +183,8 @@ class Scheduler:
 
     def _adopt(self, s: Sequence) -> None:
         """Take pages that others computed for the next tokens of a prompt, all but the last token's."""
-        while s.share and s.computed == s.published * PAGE and (end := s.computed + PAGE) < s.prompt:
+        while s.computed == s.published * PAGE and self._may_adopt(s):
+            end = s.computed + PAGE
             found = self.pool.find(s.chain, s.ids[s.computed : end])
             if found is None:
                 return
@@ -196,6 +197,12 @@ class Scheduler:
             s.reused += PAGE
             s.computed = end
             self._moved[s] = None
+
+    @staticmethod
+    def _may_adopt(s: Sequence) -> bool:
+        """Whether the page after those published may be another's: the last prompt token is always computed."""
+        end = (s.published + 1) * PAGE
+        return end < s.prompt and end <= s.share
 
     def _admit(self, s: Sequence) -> bool:
         """Give the sequence that waits longest a slot, if there are one and pages for all that it wants by now."""

@@ -5,7 +5,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nibblelm.cli.options import add_activations_argument, positive
+from nibblelm.cli.options import add_activations_argument, add_kv_memory_argument, positive
 
 if TYPE_CHECKING:
     from nibblelm.benchmark import Load
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
     add_activations_argument(parser)
     parser.add_argument("--threads", type=positive, metavar="N")
+    add_kv_memory_argument(parser)
     loads = parser.add_argument_group("load", "several values measure several loads of one model; short lists repeat")
     for flag, default, text in (
         ("--prompt-tokens", None, "512, or what the context has room for"),
@@ -98,10 +99,12 @@ def _measured(
 
     from nibblelm.benchmark import measure
     from nibblelm.kv_cache import bytes_per_token
+    from nibblelm.pages import PAGE
 
-    speed = measure(runner, load)
     config = runner.model.config
     kv = bytes_per_token(config.layers, config.kv_heads, config.head_dim, runner.kv_dtype)
+    pages = None if args.kv_memory is None else args.kv_memory // (PAGE * kv)
+    speed = measure(runner, load, pages)
     depth = load.depth + load.prompt_tokens + load.generated_tokens / 2
     step_bytes = facts["weight_bytes"] + load.batch * depth * kv
     decode = speed.decode_tok_s[0]
@@ -132,7 +135,7 @@ def _measured(
 def _from_model(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:
     from nibblelm.engine import LLM
 
-    options = {"activations": args.activations, "graph": args.graph}
+    options = {"activations": args.activations, "graph": args.graph, "max_sequences": 1}
     llm = LLM(args.model, args.device, args.dtype, args.threads, context, **options)
     facts = {"bits": None, "group_size": None, "weight_bytes": llm.weight_bytes, "load_s": llm.load_s}
     return llm.runner, facts | {"shape": llm.folder.name, "activations": llm.activations}

@@ -47,7 +47,7 @@ def step(scheduler: Scheduler, device: Device, ahead: bool = False) -> list[Sequ
     """Compute one plan; returns the sequences that are finished."""
     plan = scheduler.plan()
     assert plan.decodes or plan.chunks, "there was work, and nothing is done"
-    assert sum(c.last - c.first for c in plan.chunks) + len(plan.decodes) <= scheduler._budget[bool(plan.decodes)]
+    assert sum(c.last - c.first for c in plan.chunks) + len(plan.decodes) <= max(scheduler._budget)
     members = [*plan.decodes, *(c.sequence for c in plan.chunks)]
     assert all(s.running and not s.parked for s in members)
     assert len({id(s) for s in members}) == len({s.slot for s in members}) == len(members)
@@ -78,7 +78,7 @@ def step(scheduler: Scheduler, device: Device, ahead: bool = False) -> list[Sequ
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> tuple[int, int, tuple[int, int], list[tuple[int, list[int], int, bool]]]:
+def workloads(draw: st.DrawFn) -> tuple[int, int, tuple[int, int], list[tuple[int, list[int], int, int]]]:
     """Slots, pages, budgets, and (step of arrival, prompt, limit, share) of each request; prompts share beginnings."""
     pages = draw(st.integers(1, 12))
     seeds = [draw(st.integers(0, 3)) for _ in range(3)]
@@ -90,7 +90,7 @@ def workloads(draw: st.DrawFn) -> tuple[int, int, tuple[int, int], list[tuple[in
         if draw(st.booleans()):
             prompt[draw(st.integers(0, length - 1))] = 7
         limit = min(length + draw(st.integers(1, 150)), pages * PAGE + 1)
-        requests.append((draw(st.integers(0, 40)), prompt, limit, draw(st.booleans())))
+        requests.append((draw(st.integers(0, 40)), prompt, limit, draw(st.sampled_from([0, 100, 1000]))))
     budget = draw(st.integers(8, 400)), draw(st.integers(8, 80))
     return draw(st.integers(1, 6)), pages, budget, requests
 
