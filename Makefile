@@ -1,4 +1,4 @@
-# make demo | test | lint | types | wheel-test | cuda | clean
+# make demo | test | check-long | lint | types | wheel-test | cuda | clean
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := demo/stories-7m
@@ -14,7 +14,7 @@ SOURCES := pyproject.toml constraints.txt $(shell find csrc -type f)
 # prints what an extra of pyproject.toml needs; installing ".[test]" instead would compile the extension again
 EXTRA := import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])
 
-.PHONY: demo test lint types wheel-test cuda clean
+.PHONY: demo test check-long lint types wheel-test cuda clean
 
 demo: out/demo-int4/config.json
 	$(BIN)/nibblelm generate -m out/demo-int4 -p "$(PROMPT)" --echo
@@ -24,6 +24,10 @@ out/demo-int4/config.json: .venv/.installed $(wildcard $(DEMO)/*)
 
 test: .venv/.installed-test
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# What `make test` takes a sample of: random schedules of the engine
+check-long: .venv/.installed-test
+	$(BIN)/pytest -n 2 tests/engine/test_scheduler.py tests/engine/test_exactness.py --schedules 2000
 
 lint: .venv/.installed-lint
 	$(BIN)/ruff check

@@ -5,6 +5,7 @@ its members stay the same. The host samples for the others: those that report lo
 depend on who is beside them, and those that compute tokens again after preemption, which draw nothing.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite
@@ -43,10 +44,18 @@ class Executor:
             hosted = plan.decodes
         if hosted:
             yield from self._decode(hosted)
+        ended: list[tuple[Sequence, Tensor]] = []
         for chunk in plan.chunks:
-            yield from self._prefill(chunk)
+            logits = self._prefill(chunk)
+            if chunk.sequence.computed < len(chunk.sequence.ids):
+                continue
+            if isinstance(chunk.sequence.owner, LogitsRequest):
+                yield chunk.sequence, None
+            else:
+                ended.append((chunk.sequence, logits[-1:]))
+        yield from self._first_tokens(ended)
 
-    def _prefill(self, chunk: Chunk) -> Iterator[tuple[Sequence, Choice]]:
+    def _prefill(self, chunk: Chunk) -> Tensor:
         s = chunk.sequence
         request: Request | LogitsRequest = s.owner
         request.begin()
@@ -55,13 +64,18 @@ class Executor:
         self._scheduler.advance(s, chunk.last)
         if every_row:
             request.take_rows(chunk.first, logits)
-        if s.computed == len(s.ids):
-            if isinstance(request, LogitsRequest):
-                yield s, None
-            else:
-                choice = _choose([request.sampler], logits[-1:])[0]
-                request.prompt_done(s.reused)
-                yield s, choice
+        return logits
+
+    def _first_tokens(self, ended: list[tuple[Sequence, Tensor]]) -> Iterator[tuple[Sequence, Choice]]:
+        """The tokens after prompts, from the logits (1, vocab) of each: all together, once the device has its work."""
+        on_device = [self._runner.device.type == "cuda" and s.owner.params.logprobs is None for s, _ in ended]
+        for choose, device in ((_choose_on_device, True), (_choose, False)):
+            members = [pair for pair, own in zip(ended, on_device, strict=True) if own is device]
+            if members:
+                choices = choose([s.owner.sampler for s, _ in members], torch.cat([row for _, row in members]))
+                for (s, _), choice in zip(members, choices, strict=True):
+                    s.owner.prompt_done(s.reused)
+                    yield s, choice
 
     def _decode(self, members: list[Sequence]) -> Iterator[tuple[Sequence, Choice]]:
         self._rewind(members)
@@ -89,7 +103,7 @@ class Executor:
         for s, token in zip(members, tokens, strict=True):
             if s.at_end:  # else it ended, or lost its pages, while the step was under way
                 self._scheduler.advance(s, s.computed + 1)
-                yield s, unusable_logits("not finite") if token < 0 else s.owner.sampler.accept(token)
+                yield s, _accepted(s.owner.sampler, token)
 
     def _launched(self, members: list[Sequence]) -> SampledSteps:
         self._rewind(members)
@@ -102,6 +116,21 @@ class Executor:
         """Forget what a flight wrote for sequences that went on without it."""
         for s in members:
             del self._runner.history[s.slot][s.computed :]
+
+
+def _choose_on_device(samplers: list[Sampler], logits: Tensor) -> list[Sampled | RequestError]:
+    """`_choose` by the kernel that draws the tokens to come."""
+    state = device_sampling(samplers, logits.shape[1])
+    moved = {
+        f.name: t.to(logits.device) for f in dataclasses.fields(state) if (t := getattr(state, f.name)) is not None
+    }
+    tokens: list[int] = ops.sample(logits, dataclasses.replace(state, **moved)).tolist()
+    return [_accepted(sampler, token) for sampler, token in zip(samplers, tokens, strict=True)]
+
+
+def _accepted(sampler: Sampler, token: int) -> Sampled | RequestError:
+    """What the device chose: below 0 where no logit is finite."""
+    return unusable_logits("not finite") if token < 0 else sampler.accept(token)
 
 
 def _choose(samplers: list[Sampler], logits: Tensor) -> list[Sampled | RequestError]:

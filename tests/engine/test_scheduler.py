@@ -95,10 +95,17 @@ def workloads(draw: st.DrawFn) -> tuple[int, int, tuple[int, int], list[tuple[in
     return draw(st.integers(1, 6)), pages, budget, requests
 
 
-@settings(deadline=None, max_examples=150)
-@given(workloads(), st.integers(0, 2**32), st.booleans())
-def test_every_schedule_computes_what_each_request_gets_alone(workload, seed: int, ahead: bool) -> None:
-    rng = random.Random(seed)
+def test_every_schedule_computes_what_each_request_gets_alone(request: pytest.FixtureRequest) -> None:
+    @settings(deadline=None, max_examples=3 * request.config.getoption("--schedules"))
+    @given(workloads(), st.integers(0, 2**32), st.booleans())
+    def check(workload, seed: int, ahead: bool) -> None:
+        compute(workload, random.Random(seed), ahead)
+
+    check()
+
+
+def compute(workload, rng: random.Random, ahead: bool) -> None:
+    """All requests of a workload, with readers that fall behind and give up now and then."""
     slots, pages, budget, requests = workload
     scheduler, device = Scheduler(slots, pages, budget), Device(slots, pages)
     pending = sorted(requests, key=lambda r: r[0])

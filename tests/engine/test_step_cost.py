@@ -33,7 +33,7 @@ class Steps:
 class Device:
     """A runner without a model."""
 
-    device = SimpleNamespace(type="cuda")
+    device = SimpleNamespace(type="cuda")  # so that steps sample on the device; first tokens are tensors of the CPU
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=VOCABULARY))
 
     def __init__(self, slots: int) -> None:
