@@ -4,7 +4,7 @@ import dataclasses
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -23,6 +23,7 @@ from nibblelm.memory import free_memory, require_memory
 from nibblelm.models import family, tensor_plan
 from nibblelm.ops.types import ActivationBits
 from nibblelm.pages import PAGE, page_count
+from nibblelm.prompts import Prompt, prompt_ids, prompt_list
 from nibblelm.request import GenerationOutput, LogitsRequest, Request, StreamPiece, Timings
 from nibblelm.runner import Runner, workspace_bytes
 from nibblelm.sampler import SamplingParams
@@ -30,7 +31,6 @@ from nibblelm.scheduler import Scheduler
 from nibblelm.tokenizer import Tokenizer, load_tokenizer
 from nibblelm.weights import CheckpointWeights, check_tensors
 
-Prompt = str | Sequence[int] | np.ndarray | Tensor
 CUDA_CONTEXT = 8192
 """Positions of a sequence on a GPU when max_context is not given (or the model's limit, if that is smaller)."""
 
@@ -195,7 +195,7 @@ class LLM:
         A request that cannot go on (its logits are not finite) raises RequestError if it is the only one; in a list its
         output says so (`error`).
         """
-        texts, single = _prompts(prompts)
+        texts, single = prompt_list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(texts)
         if len(each) != len(texts):
             raise RequestError(f"{len(each)} SamplingParams for {len(texts)} prompts; give one, or one for each prompt")
@@ -220,6 +220,13 @@ class LLM:
         request = self._request(self.encode(prompt), self._params(params, options))
         return self._stream(request)
 
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Handle:
+        """Like `stream`, computed from now on: `handle.tokens()`, or in an event loop `async for piece in handle`.
+
+        A request that cannot go on is an EngineError or, in its last piece, the output's `error`.
+        """
+        return self.engine.add(self._request(self.encode(prompt), self._params(params, options)))
+
     def stream_chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> Iterator[StreamPiece]:
@@ -236,7 +243,7 @@ class LLM:
 
     def logits(self, ids: Sequence[int] | np.ndarray | Tensor) -> Tensor:
         """Logits (len(ids), vocab) in fp32 of a prompt of token ids, computed by prefill."""
-        request = LogitsRequest(_token_ids(ids), self.config.vocab_size, self.max_context)
+        request = LogitsRequest(prompt_ids(ids), self.config.vocab_size, self.max_context)
         return self.engine.add(request).result()
 
     def close(self) -> None:
@@ -261,7 +268,7 @@ class LLM:
                 raise RequestError("this folder has no tokenizer; pass token ids instead of text")
             ids = self.tokenizer.encode(prompt)
         else:
-            ids = _token_ids(prompt)
+            ids = prompt_ids(prompt)
         if ids:
             return ids
         if self.bos_id is None:
@@ -303,31 +310,6 @@ class LLM:
         finally:
             for handle in live:
                 handle.abort()
-
-
-def _plain(value: Any) -> Any:
-    """numpy's and torch's values as Python's."""
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _prompts(prompts: Any) -> tuple[list[Any], bool]:
-    """The prompts as a list, and whether it was a single one."""
-    values = _plain(prompts)
-    if isinstance(values, str):
-        return [values], True
-    if isinstance(values, Mapping | bytes) or not isinstance(values, Iterable):
-        raise RequestError(f"prompts is {prompts!r:.60}; supported: text, token ids, or a list of such prompts")
-    values = [_plain(value) for value in values]
-    single = bool(values) and all(isinstance(value, int) for value in values)
-    return [values] if single else values, single
-
-
-def _token_ids(prompt: Any) -> list[int]:
-    values = _plain(prompt)
-    ids = [_plain(i) for i in values] if isinstance(values, Iterable) else [values]
-    if isinstance(values, Mapping | bytes) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise RequestError(f"a prompt is text or a list of token ids (integers), got {prompt!r:.60}")
-    return ids
 
 
 def _nth(params: SamplingParams, index: int) -> SamplingParams:

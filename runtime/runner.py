@@ -18,7 +18,7 @@ from nibblelm.ops import PAGE, SamplingState
 from nibblelm.pages import page_count
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
-"""Tokens per prefill step, fixed so that a prompt is always cut in the same places."""
+"""Most tokens of one prefill step; where a prompt is cut changes no bit."""
 
 
 def workspace_bytes(config: DecoderConfig, device: torch.device) -> int:

@@ -19,7 +19,7 @@ LAYERS = [
     ["quant"],
     ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
-    "converter shapes runner sampler benchmark request scheduler executor engine_core engine".split(),
+    "converter shapes runner sampler benchmark prompts request scheduler executor engine_core engine".split(),
     ["evaluation"],
     ["cli"],
     ["__main__"],

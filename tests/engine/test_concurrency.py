@@ -149,14 +149,14 @@ def test_closed_dropped_and_unread_streams_free_their_pages(stories: Path) -> No
     del streams
     gc.collect()
     assert eventually(lambda: idle(llm))
-    handle = llm.engine.add(request_of(llm, "Once", long))
+    handle = llm.submit("Once", long)
     del handle
     gc.collect()
     assert eventually(lambda: idle(llm))
 
 
 def test_a_reader_who_does_not_read_is_not_written_to(llm: LLM) -> None:
-    handle = llm.engine.add(request_of(llm, "Once", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)))
+    handle = llm.submit("Once", SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
     assert eventually(lambda: handle._channel.held)
     assert len(llm.generate(PROMPTS, GREEDY)) == len(PROMPTS)
     assert handle._channel.items.qsize() == BACKLOG
@@ -219,7 +219,7 @@ def test_an_interrupt_ends_the_call_that_waits_and_no_other(llm: LLM) -> None:
 
 def test_a_failed_step_ends_every_request_and_the_engine_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS]
-    handle = llm.engine.add(request_of(llm, "Once", SamplingParams(max_tokens=400, ignore_eos=True)))
+    handle = llm.submit("Once", SamplingParams(max_tokens=400, ignore_eos=True))
     next(handle.tokens())
 
     def broken(*_: object) -> None:
@@ -283,10 +283,10 @@ def test_streams_in_an_event_loop(llm: LLM) -> None:
     alone = [ids_of(llm.stream(prompt, params)) for prompt, params in calls]
 
     async def ids(prompt: str, params: SamplingParams) -> list[int | None]:
-        return [piece.token_id async for piece in llm.engine.add(request_of(llm, prompt, params))]
+        return [piece.token_id async for piece in llm.submit(prompt, params)]
 
     async def some() -> int | None:
-        pieces: AsyncIterator[StreamPiece] = aiter(llm.engine.add(request_of(llm, "Once", GREEDY)))
+        pieces: AsyncIterator[StreamPiece] = aiter(llm.submit("Once", GREEDY))
         first = await anext(pieces)
         await pieces.aclose()  # type: ignore[attr-defined]
         return first.token_id
@@ -303,7 +303,7 @@ def test_streams_in_an_event_loop(llm: LLM) -> None:
 
 
 def test_an_abort_from_another_thread_ends_the_reader(llm: LLM) -> None:
-    handle = llm.engine.add(request_of(llm, "Once", SamplingParams(max_tokens=480, ignore_eos=True)))
+    handle = llm.submit("Once", SamplingParams(max_tokens=480, ignore_eos=True))
     pieces = handle.tokens()
     next(pieces)
     with ThreadPoolExecutor(1) as pool:

@@ -1,0 +1,37 @@
+"""What callers may pass for a prompt: text, or token ids as a list, a numpy array or a tensor."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from nibblelm.errors import RequestError
+
+Prompt = str | Sequence[int] | np.ndarray | Tensor
+
+
+def _plain(value: Any) -> Any:
+    """numpy's and torch's values as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def prompt_list(prompts: Any) -> tuple[list[Any], bool]:
+    """The prompts as a list, and whether it was a single one."""
+    values = _plain(prompts)
+    if isinstance(values, str):
+        return [values], True
+    if isinstance(values, Mapping | bytes) or not isinstance(values, Iterable):
+        raise RequestError(f"prompts is {prompts!r:.60}; supported: text, token ids, or a list of such prompts")
+    values = [_plain(value) for value in values]
+    single = bool(values) and all(isinstance(value, int) for value in values)
+    return [values] if single else values, single
+
+
+def prompt_ids(prompt: Any) -> list[int]:
+    """The ids of a prompt as a list. Raises RequestError for what is not a sequence of integers."""
+    values = _plain(prompt)
+    ids = [_plain(i) for i in values] if isinstance(values, Iterable) else [values]
+    if isinstance(values, Mapping | bytes) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise RequestError(f"a prompt is text or a list of token ids (integers), got {prompt!r:.60}")
+    return ids
