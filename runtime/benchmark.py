@@ -62,7 +62,7 @@ def measure(
     `runner` has a capacity of at least `load.context`, and nothing reserved.
     """
     pages = load.batch * page_count(load.context) if pages is None else pages
-    runner.reserve(load.batch, pages)
+    runner.reserve(load.batch + 1, pages + 1)
     engine = Engine(runner, Scheduler(load.batch, pages, STEP_TOKENS[runner.device.type]))
     try:
         return _measured(engine, runner.model.config.vocab_size, load, repeats, seconds, warmup)

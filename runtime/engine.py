@@ -107,7 +107,7 @@ class LLM:
         weights = CheckpointWeights(checkpoint, self.device, self.dtype, self.activations)
         network = family(checkpoint.config).Model(weights, self.config, self.max_context)
         self.runner = Runner(network, self.device, self.kv_dtype, self.max_context, graph)
-        self.runner.reserve(self.max_sequences, self.kv_pages)
+        self.runner.reserve(self.max_sequences + 1, self.kv_pages + 1)
         scheduler = Scheduler(self.max_sequences, self.kv_pages, STEP_TOKENS[self.device.type])
         self.engine = Engine(self.runner, scheduler)
         self.weight_bytes = weights.streamed_bytes

@@ -28,7 +28,7 @@ _ABORTED = object()
 class Engine:
     """Requests from any number of threads and event loops, computed together by a thread that starts with the first.
 
-    scheduler  made for as many slots and pages as the runner has
+    scheduler  made for all slots and pages that the runner has but the last of each
     most       unfinished requests at a time
     """
 
@@ -115,7 +115,8 @@ class Handle:
         """Stop computing: slot and pages are free after the step that runs. Who reads comes to the end."""
         if not self._ended:
             self._core.inbox.put((self._core.abort, (self._sequence, self._channel)))
-            self._channel.put(_ABORTED, last=True)
+            self._channel.items.put((_ABORTED, True))
+            self._channel.wake()
             self._ended = True
 
     def result(self) -> Any:
@@ -156,11 +157,15 @@ class _Channel:
         if self.stream or last:
             self.sent += 1
             self.items.put((item, last))
-            if self.notify is not None:
-                try:
-                    self.notify()
-                except RuntimeError:  # the event loop is closed, and nobody waits
-                    self.notify = None
+            self.wake()
+
+    def wake(self) -> None:
+        """Tell an event loop that there is something to take."""
+        if self.notify is not None:
+            try:
+                self.notify()
+            except RuntimeError:  # the loop is closed, and nobody waits
+                self.notify = None
 
 
 class _Core:

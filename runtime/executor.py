@@ -17,18 +17,29 @@ from nibblelm import ops
 from nibblelm.errors import RequestError
 from nibblelm.request import LogitsRequest, Request
 from nibblelm.runner import Runner, SampledSteps
-from nibblelm.sampler import Sampled, Sampler, device_sampling, unusable_logits
+from nibblelm.sampler import Sampled, Sampler, SamplingParams, device_sampling, unusable_logits
 from nibblelm.scheduler import Chunk, Plan, Scheduler, Sequence
+
+STEP_ROWS = {"cpu": (), "cuda": (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)}
+"""Rows that a decode step is filled up to with rows that nobody reads: on CUDA a program is captured for each count
+that occurs, which takes longer than a step and keeps memory; on the CPU a row costs more than its program."""
 
 Choice = Sampled | RequestError | None
 """A token, why there is none, or None: the prompt was all that was to be computed."""
 
 
 class Executor:
-    """Steps of one runner. Each sequence's `owner` is its Request or LogitsRequest."""
+    """Steps of one runner, whose last slot and last page the scheduler does not have: they are of rows nobody reads.
 
-    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+    Each sequence's `owner` is its Request or LogitsRequest.
+    """
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, step_rows: tuple[int, ...] | None = None) -> None:
         self._runner, self._scheduler = runner, scheduler
+        self._step_rows = STEP_ROWS[runner.device.type] if step_rows is None else step_rows
+        self._spare = len(runner.history) - 1
+        if self._step_rows:
+            runner.set_pages(self._spare, [runner.cache.pages - 1] * runner.tables.shape[1])
         self._members: list[Sequence] = []  # of the flight
         self._flight: SampledSteps | None = None
 
@@ -78,8 +89,7 @@ class Executor:
                     yield s, choice
 
     def _decode(self, members: list[Sequence]) -> Iterator[tuple[Sequence, Choice]]:
-        self._rewind(members)
-        logits = self._runner.decode([s.ids[s.computed] for s in members], [s.slot for s in members])
+        logits = self._runner.decode(*self._rows(members))[: len(members)]
         due = [(i, s) for i, s in enumerate(members) if s.at_end]
         for s in members:
             self._scheduler.advance(s, s.computed + 1)
@@ -100,22 +110,28 @@ class Executor:
         else:
             self._flight = None
             return
-        for s, token in zip(members, tokens, strict=True):
+        self._runner.history[self._spare].clear()  # what those rows are fed takes no room
+        for s, token in zip(members, tokens, strict=False):
             if s.at_end:  # else it ended, or lost its pages, while the step was under way
                 self._scheduler.advance(s, s.computed + 1)
                 yield s, _accepted(s.owner.sampler, token)
 
     def _launched(self, members: list[Sequence]) -> SampledSteps:
-        self._rewind(members)
-        state = device_sampling([s.owner.sampler for s in members], self._runner.model.config.vocab_size)
+        ids, slots = self._rows(members)
+        vocab_size = self._runner.model.config.vocab_size
+        greedy = Sampler(SamplingParams(temperature=0), vocab_size)
+        samplers = [s.owner.sampler for s in members] + [greedy] * (len(ids) - len(members))
         self._members = members
-        self._flight = self._runner.sampled_steps([s.ids[-1] for s in members], [s.slot for s in members], state)
+        self._flight = self._runner.sampled_steps(ids, slots, device_sampling(samplers, vocab_size))
         return self._flight
 
-    def _rewind(self, members: list[Sequence]) -> None:
-        """Forget what a flight wrote for sequences that went on without it."""
+    def _rows(self, members: list[Sequence]) -> tuple[list[int], list[int]]:
+        """Ids and slots of a step, filled up. What a flight wrote for sequences that went on alone is forgotten."""
         for s in members:
             del self._runner.history[s.slot][s.computed :]
+        self._runner.history[self._spare].clear()
+        more = next((count for count in self._step_rows if count >= len(members)), len(members)) - len(members)
+        return [s.ids[s.computed] for s in members] + [0] * more, [s.slot for s in members] + [self._spare] * more
 
 
 def _choose_on_device(samplers: list[Sampler], logits: Tensor) -> list[Sampled | RequestError]:

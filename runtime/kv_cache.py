@@ -9,7 +9,7 @@ from nibblelm.ops import PAGE
 from nibblelm.pages import page_count
 
 NO_PAGE = -1
-"""The entry of a table where a sequence has no page."""
+"""The entry of a table after a sequence's last page; those beyond mean nothing, and on the CPU take no memory."""
 
 
 class KVCache:
@@ -40,7 +40,8 @@ class KVCache:
         if pages is None:
             self.tables = torch.arange(self.pages, dtype=torch.int32, device=device).view(slots, width)
         else:
-            self.tables = torch.full((slots, width), NO_PAGE, dtype=torch.int32, device=device)
+            self.tables = reserved((slots, width), torch.int32, device)
+            self.tables[:, 0] = NO_PAGE
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Give `slot` these pages for its positions from 0 on, in the device's order of work; it has no others.
@@ -52,9 +53,9 @@ class KVCache:
             raise ValueError(
                 f"pages {list(pages)} for slot {slot}: a slot takes at most {width} of the pages 0 to {self.pages - 1}"
             )
-        row = torch.tensor([*pages, *[NO_PAGE] * (width - len(pages))], dtype=torch.int32)
+        row = torch.tensor([*pages, NO_PAGE][:width], dtype=torch.int32)
         with torch.inference_mode():  # the tables may have been made in it
-            self.tables[slot].copy_(row)
+            self.tables[slot, : len(row)].copy_(row)
 
 
 def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

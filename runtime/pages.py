@@ -30,8 +30,9 @@ class PagePool:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._free = list(range(count - 1, -1, -1))  # the last one freed is taken first: its memory is warm
-        self._held = [0] * count
+        self._fresh = 0  # no page from this one on was ever taken: a pool may be far larger than what is used of it
+        self._free: list[int] = []  # the last one freed is taken first: its memory is warm
+        self._held: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # the one used longest ago comes first
         self._found: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # (chain, tokens): page, its own chain
         self._key: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -40,12 +41,14 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that `take` can still give."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle) + self.count - self._fresh
 
     def take(self) -> int | None:
         """A page for one holder, None if all are held."""
         if self._free:
             page = self._free.pop()
+        elif self._fresh < self.count:
+            page, self._fresh = self._fresh, self._fresh + 1
         elif self._idle:
             page, _ = self._idle.popitem(last=False)
             del self._found[self._key.pop(page)]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from nibblelm import LLM, SamplingParams, StreamPiece, convert, engine_core, ops
 from nibblelm.engine_core import Engine, Handle
+from nibblelm.executor import Executor
 from nibblelm.pages import page_count
 from nibblelm.scheduler import Scheduler
 
@@ -72,6 +73,7 @@ def schedules() -> st.SearchStrategy[dict[str, Any]]:
             pages=st.integers(7, 30),
             budget=st.tuples(st.integers(10, 300), st.integers(10, 100)),
             backlog=st.integers(2, 64),
+            step_rows=st.sampled_from([(), (2, 5, 8), (8,)]),
             arrivals=st.lists(arrival, min_size=1, max_size=14),
         )
     )
@@ -103,6 +105,7 @@ def run(llm: LLM, schedule: dict[str, Any], alone: list[Any], monkeypatch: pytes
     engine = Engine(llm.runner, Scheduler(schedule["slots"], schedule["pages"], schedule["budget"]))
     engine._thread = threading.current_thread()  # steps are made here, one for each turn of the readers
     core = engine._core
+    core._executor = Executor(llm.runner, core._scheduler, schedule["step_rows"])
     arrivals = sorted(schedule["arrivals"], key=lambda arrival: arrival[0])
     reading: list[Reader] = []
     for step in count():
