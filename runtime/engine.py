@@ -207,8 +207,8 @@ class LLM:
             requests += [self._request(ids, _nth(resolved, i)) for i in range(n or 1)]
         outputs = self._outputs(requests)
         if single and n is None:
-            if requests[0].error is not None:
-                raise RequestError(requests[0].error)
+            if outputs[0].error is not None:
+                raise RequestError(outputs[0].error)
             return outputs[0]
         if n is None:
             return outputs
@@ -288,8 +288,8 @@ class LLM:
         handle = self.engine.add(request)
         try:
             for piece in handle.tokens():
-                if request.error is not None:
-                    raise RequestError(request.error)
+                if piece.output is not None and piece.output.error is not None:
+                    raise RequestError(piece.output.error)
                 yield piece
         finally:
             handle.abort()
