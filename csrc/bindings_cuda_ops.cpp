@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include "cuda/activations.h"
+#include "cuda/add.h"
 #include "cuda/argmax.h"
 #include "cuda/attention.h"
 #include "cuda/attention_mask.h"
@@ -123,10 +124,14 @@ void bind_rope(py::module_& m) {
 }  // namespace
 
 void bind_ops(py::module_& m) {
-  m.def("activate", [](Address x, Address y, Int rows, Int columns, Int x_stride, int form, bool gated, bool pairs,
-                       int dtype, Address stream, bool programmatic) {
-    activate(at(x), at(y), rows, columns, x_stride, static_cast<Activation>(form), gated, pairs, type_of(dtype),
+  m.def("activate", [](Address x, Address y, Int rows, Int columns, Int x_stride, int form, float cap, bool gated,
+                       bool pairs, int dtype, Address stream, bool programmatic) {
+    activate(at(x), at(y), rows, columns, x_stride, static_cast<Activation>(form), cap, gated, pairs, type_of(dtype),
              {at(stream), programmatic});
+  });
+  m.def("add", [](Address x, Address y, Address out, Int rows, Int columns, Int x_stride, Int y_stride, int dtype,
+                  Address stream, bool programmatic) {
+    add(at(x), at(y), at(out), rows, columns, x_stride, y_stride, type_of(dtype), {at(stream), programmatic});
   });
   m.def("alibi_mask", [](Address scores, Address slopes, float value, Int batch, Int heads, Int queries, Int keys,
                          int dtype, Address stream, bool programmatic) {
@@ -143,10 +148,10 @@ void bind_ops(py::module_& m) {
                    {at(stream), programmatic});
   });
   m.def("embedding", [](Address ids, Address codes, Address scale, Address zero, Address minimum, Address y, Int rows,
-                        Int vocab, int columns, int words, int groups, int group_size, int bits, int table, int dtype,
-                        Address stream, bool programmatic) {
+                        Int vocab, int columns, int words, int groups, int group_size, int bits, int table,
+                        float multiplier, int dtype, Address stream, bool programmatic) {
     embedding({at<std::int32_t>(ids), at(codes), at(scale), at<std::int32_t>(zero), at(minimum), at(y), rows, vocab,
-               columns, words, groups, group_size, bits, type_of(table)},
+               columns, words, groups, group_size, bits, type_of(table), multiplier},
               type_of(dtype), {at(stream), programmatic});
   });
   bind_norm(m, "layer_norm", layer_norm);

@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from nibblelm import ops
 from nibblelm.config import DecoderConfig
+from nibblelm.graph import Value
 from nibblelm.kv_cache import KVCache, page_count
 from nibblelm.memory import reserved
 from nibblelm.ops.types import PAGE, ActivationBits
@@ -22,7 +21,6 @@ __all__ = [
     "Embedding",
     "Head",
     "Linear",
-    "Link",
     "Mlp",
     "PlanWeights",
     "RMSNorm",
@@ -31,7 +29,6 @@ __all__ = [
     "TensorSpec",
     "Weights",
     "rope_bytes",
-    "run",
 ]
 
 
@@ -39,9 +36,9 @@ __all__ = [
 class Step:
     """M new tokens: ids, positions and cache slots, (M,) int32 each, and the cache they enter."""
 
-    ids: Tensor
-    positions: Tensor
-    slots: Tensor
+    ids: Value
+    positions: Value
+    slots: Value
     cache: KVCache
     one_sequence: bool = False  # all tokens follow each other in one slot: a prompt
 
@@ -58,56 +55,20 @@ class Linear:
         pairs: bool = False,
     ) -> None:
         self.packed = weights.matrices(modules, columns, pairs=pairs)
-        self.rows = sum(rows for _, rows in modules)
         self.bias = torch.cat([weights.vector(f"{name}.bias", rows) for name, rows in modules]) if bias else None
         self.activation_bits: ActivationBits = weights.activation_bits
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if len(self.packed) == 1:
-            return ops.linear(x, self.packed[0], self.bias, self.activation_bits)
-        out, first = x.new_empty(x.shape[0], self.rows), 0
-        for packed in self.packed:  # parts of different schemes run apart, each into its own columns
-            last = first + packed.shape[0]
-            bias = None if self.bias is None else self.bias[first:last]
-            ops.linear(x, packed, bias, self.activation_bits, out[:, first:last])
-            first = last
-        return out
+    @property
+    def pairs(self) -> bool:
+        """Whether the device has interleaved the rows of a gate and its up."""
+        return len(self.packed) == 1 and self.packed[0].pairs
 
-
-@dataclass(frozen=True)
-class Link:
-    """A projection of the residual stream's norm (gated: then SwiGLU), or without a norm of what comes before it."""
-
-    linear: Linear
-    norm: "RMSNorm | None" = None
-    gated: bool = False
-
-
-def run(links: Sequence[Link], x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Links one after another: (what the last one gives, the residual stream), (M, K) -> (M, N)."""
-    if all(len(link.linear.packed) == 1 for link in links):
-        steps = [
-            ops.LinearStep(link.linear.packed[0], link.linear.bias, gated=link.gated)
-            if link.norm is None
-            else ops.LinearStep(
-                link.linear.packed[0], link.linear.bias, link.norm.weight, link.norm.eps, gated=link.gated
-            )
-            for link in links
-        ]
-        return ops.linear_chain(x, residual, steps, links[0].linear.activation_bits)
-    if len(links) > 1:
-        for link in links:
-            x, residual = run([link], x, residual)
-        return x, residual
-    (link,) = links
-    if link.norm is not None:
-        x, residual = link.norm(x, residual)
-    x = link.linear(x)
-    return (ops.swiglu(x) if link.gated else x), residual
+    def __call__(self, x: Value) -> Value:
+        return x.linear(self.packed, self.bias, self.activation_bits)
 
 
 class Head:
-    """The final norm and the output projection: (M, hidden) -> logits (M, vocab) in fp32."""
+    """The output projection: (M, hidden) -> logits (M, vocab) in fp32."""
 
     def __init__(
         self,
@@ -119,10 +80,8 @@ class Head:
         self.packed = weights.head(module, table, config.vocab_size, config.hidden_size, config.tied)
         self.activation_bits: ActivationBits = weights.activation_bits
 
-    def __call__(self, norm: "RMSNorm", x: Tensor, residual: Tensor | None) -> Tensor:
-        out = x.new_empty(x.shape[0], self.packed[0].shape[0], dtype=torch.float32)
-        bits = self.activation_bits
-        return ops.norm_linear(x, norm.weight, norm.eps, residual, self.packed[0], None, bits, out)[0]
+    def __call__(self, x: Value) -> Value:
+        return x.linear(self.packed, None, self.activation_bits, torch.float32)
 
 
 class Embedding:
@@ -132,18 +91,18 @@ class Embedding:
         self.table = weights.table(module, config.vocab_size, config.hidden_size, config.tied)
         self.dtype = weights.dtype
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        return ops.embedding(ids, self.table, self.dtype)
+    def __call__(self, ids: Value) -> Value:
+        return ids.embedding(self.table, self.dtype)
 
 
 class RMSNorm:
-    """Root-mean-square norm with the residual add before it: returns (norm(h), h), h = x + residual."""
+    """Root-mean-square norm of each row."""
 
     def __init__(self, weights: Weights, module: str, size: int, eps: float) -> None:
         self.weight, self.eps = weights.vector(f"{module}.weight", size), eps
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return ops.rms_norm(x, self.weight, self.eps, residual)
+    def __call__(self, x: Value) -> Value:
+        return x.rms_norm(self.weight, self.eps)
 
 
 class Rope:
@@ -176,40 +135,36 @@ def rope_bytes(config: DecoderConfig, positions: int) -> int:
 
 
 class Attention:
-    """Grouped-query attention with rotary positions and, where the family has it, a norm on each head of q and k.
+    """Grouped-query attention with rotary positions and, where the family has it, a norm on each head of q and k."""
 
-    `before` gives q, k and v of the residual stream's norm, side by side; a call attends; `after` projects the heads.
-    """
-
-    def __init__(
-        self, weights: Weights, name: str, config: DecoderConfig, rope: Rope, layer: int, norm: RMSNorm
-    ) -> None:
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.layer, self.window, self.rope = layer, config.windows[layer], rope
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
+    def __init__(self, weights: Weights, name: str, config: DecoderConfig, rope: Rope, layer: int) -> None:
+        self.layer, self.window, self.rope, self.head_dim = layer, config.windows[layer], rope, config.head_dim
+        q_size, kv_size = config.heads * self.head_dim, config.kv_heads * self.head_dim
         parts = [(f"{name}.q_proj", q_size), (f"{name}.k_proj", kv_size), (f"{name}.v_proj", kv_size)]
-        self.before = Link(Linear(weights, parts, config.hidden_size, config.qkv_bias), norm)
-        self.after = Link(Linear(weights, [(f"{name}.o_proj", config.hidden_size)], q_size, config.o_bias))
-        self.eps = config.norm_eps
+        self.qkv = Linear(weights, parts, config.hidden_size, config.qkv_bias)
+        self.o = Linear(weights, [(f"{name}.o_proj", config.hidden_size)], q_size, config.o_bias)
         norms = [weights.vector(f"{name}.{part}_norm.weight", self.head_dim) for part in "qk"] if config.qk_norm else []
         self.q_norm, self.k_norm = norms or (None, None)
+        self.eps, self.scale = config.norm_eps, self.head_dim**-0.5
 
-    def __call__(self, qkv: Tensor, step: Step) -> Tensor:
-        """(M, (H + 2 Hkv) D), which is undefined afterwards -> (M, H D)."""
-        qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
-        keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
-        places = (step.positions, step.slots, step.cache.tables, self.rope.cos, self.rope.sin, keys, values)
+    def __call__(self, x: Value, step: Step) -> Value:
+        cache = step.cache
+        caches = {"k_cache": cache.keys[self.layer], "v_cache": cache.values[self.layer], "tables": cache.tables}
         norms = {"q_norm": self.q_norm, "k_norm": self.k_norm, "eps": self.eps}
-        scale = self.head_dim**-0.5
-        return ops.rope_attention(qkv, *places, scale, self.window, one_sequence=step.one_sequence, **norms)
+        qkv = self.qkv(x).heads(self.head_dim)
+        q = qkv.rope_append(step.positions, step.slots, cos=self.rope.cos, sin=self.rope.sin, **caches, **norms)
+        options = {"scale": self.scale, "window": self.window, "one_sequence": step.one_sequence}
+        return self.o(q.attention(step.positions, step.slots, **caches, **options))
 
 
 class Mlp:
-    """The SwiGLU feed-forward down(silu(gate(x)) * up(x)) of the residual stream's norm."""
+    """The SwiGLU feed-forward down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, weights: Weights, name: str, config: DecoderConfig, norm: RMSNorm) -> None:
+    def __init__(self, weights: Weights, name: str, config: DecoderConfig) -> None:
         size, hidden = config.intermediate_size, config.hidden_size
         parts = [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)]
-        gate_up = Linear(weights, parts, hidden, config.mlp_bias, pairs=not config.mlp_bias)
-        down = Linear(weights, [(f"{name}.down_proj", hidden)], size, config.mlp_bias)
-        self.links = [Link(gate_up, norm, gated=True), Link(down)]
+        self.gate_up = Linear(weights, parts, hidden, config.mlp_bias, pairs=not config.mlp_bias)
+        self.down = Linear(weights, [(f"{name}.down_proj", hidden)], size, config.mlp_bias)
+
+    def __call__(self, x: Value) -> Value:
+        return self.down(self.gate_up(x).swiglu(self.gate_up.pairs))

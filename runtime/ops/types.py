@@ -72,13 +72,14 @@ class PackedLinear:
 
 @dataclass(frozen=True)
 class LinearStep:
-    """One step of `ops.linear_chain`: `linear`, or with a gain `norm_linear`."""
+    """One step of `ops.cuda.linear_chain`: `linear`, or with a gain `norm_linear`."""
 
     weight: PackedLinear
     bias: Tensor | None = None
     gain: Tensor | None = None  # (K,) fp32: the residual stream takes the step's input and is normed
     eps: float = 0.0
     gated: bool = False  # with a gain: then `swiglu`
+    plus_one: bool = False  # the gain is 1 + `gain`
 
 
 @dataclass(frozen=True)
