@@ -28,7 +28,7 @@ class Layer:
         name = f"model.layers.{index}"
         self.norm1 = RMSNorm(weights, f"{name}.input_layernorm", config.hidden_size, config.norm_eps)
         self.norm2 = RMSNorm(weights, f"{name}.post_attention_layernorm", config.hidden_size, config.norm_eps)
-        self.attention = Attention(weights, f"{name}.self_attn", config, rope, index)
+        self.attention = Attention.of_projections(weights, f"{name}.self_attn", config, rope, index)
         self.mlp = Mlp(weights, f"{name}.mlp", config)
 
     def __call__(self, x: Value, step: Step) -> Value:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from nibblelm.config import DecoderConfig
 from nibblelm.graph import Value
@@ -20,6 +21,7 @@ __all__ = [
     "Attention",
     "Embedding",
     "Head",
+    "LayerNorm",
     "Linear",
     "Mlp",
     "PlanWeights",
@@ -44,7 +46,10 @@ class Step:
 
 
 class Linear:
-    """One projection, or several of one input side by side: (M, K) -> (M, N)."""
+    """One projection, or several of one input side by side: (M, K) -> (M, N).
+
+    order  the rows of the checkpoint in the order of the columns that come out
+    """
 
     def __init__(
         self,
@@ -53,9 +58,12 @@ class Linear:
         columns: int,
         bias: bool = False,
         pairs: bool = False,
+        order: Tensor | None = None,
     ) -> None:
-        self.packed = weights.matrices(modules, columns, pairs=pairs)
+        self.packed = weights.matrices(modules, columns, pairs=pairs, order=order)
         self.bias = torch.cat([weights.vector(f"{name}.bias", rows) for name, rows in modules]) if bias else None
+        if self.bias is not None and order is not None and len(self.bias):
+            self.bias = self.bias[order.to(self.bias.device)]
         self.activation_bits: ActivationBits = weights.activation_bits
 
     @property
@@ -85,28 +93,40 @@ class Head:
 
 
 class Embedding:
-    """Token ids (M,) -> (M, hidden)."""
+    """Token ids (M,) -> (M, hidden), times `multiplier`."""
 
-    def __init__(self, weights: Weights, module: str, config: DecoderConfig) -> None:
+    def __init__(self, weights: Weights, module: str, config: DecoderConfig, multiplier: float = 1.0) -> None:
+        self.multiplier = multiplier
         self.table = weights.table(module, config.vocab_size, config.hidden_size, config.tied)
         self.dtype = weights.dtype
 
     def __call__(self, ids: Value) -> Value:
-        return ids.embedding(self.table, self.dtype)
+        return ids.embedding(self.table, self.dtype, self.multiplier)
 
 
 class RMSNorm:
-    """Root-mean-square norm of each row."""
+    """Root-mean-square norm of each row; `plus_one`: the gain is 1 + weight."""
 
-    def __init__(self, weights: Weights, module: str, size: int, eps: float) -> None:
-        self.weight, self.eps = weights.vector(f"{module}.weight", size), eps
+    def __init__(self, weights: Weights, module: str, size: int, eps: float, plus_one: bool = False) -> None:
+        self.weight, self.eps, self.plus_one = weights.vector(f"{module}.weight", size), eps, plus_one
 
     def __call__(self, x: Value) -> Value:
-        return x.rms_norm(self.weight, self.eps)
+        return x.rms_norm(self.weight, self.eps, self.plus_one)
+
+
+class LayerNorm:
+    """LayerNorm of each row, with a bias."""
+
+    def __init__(self, weights: Weights, module: str, size: int, eps: float) -> None:
+        self.weight, self.bias = (weights.vector(f"{module}.{part}", size) for part in ("weight", "bias"))
+        self.eps = eps
+
+    def __call__(self, x: Value) -> Value:
+        return x.layer_norm(self.weight, self.bias, self.eps)
 
 
 class Rope:
-    """The cos and sin tables that every layer shares, (positions, head_dim / 2) in fp32.
+    """The cos and sin tables that every layer shares, (positions, rotary_dim / 2) in fp32.
 
     On the CPU rows are computed when `reach` asks for them, at addresses that stay, so a long context limit costs
     nothing until it is used; on CUDA all at once. There is one for every position of the cache's last page.
@@ -114,7 +134,7 @@ class Rope:
 
     def __init__(self, config: DecoderConfig, positions: int, device: torch.device) -> None:
         self._config, self._made = config, 0
-        shape = (page_count(positions) * PAGE, config.head_dim // 2)
+        shape = (page_count(positions) * PAGE, config.rotary_dim // 2)
         self.cos, self.sin = (reserved(shape, torch.float32, device) for _ in range(2))
         if device.type != "cpu":
             self.reach(shape[0])
@@ -124,47 +144,65 @@ class Rope:
         wanted = min(-(-positions // _ROPE_BLOCK) * _ROPE_BLOCK, self.cos.shape[0])
         while self._made < wanted:
             rows = slice(self._made, min(self._made + _ROPE_BLOCK, wanted))
-            cos, sin = tables(self._config.rope, self._config.head_dim, rows.start, rows.stop)
+            cos, sin = tables(self._config.rope, self._config.rotary_dim, rows.start, rows.stop)
             self.cos[rows], self.sin[rows] = cos, sin
             self._made = rows.stop
 
 
 def rope_bytes(config: DecoderConfig, positions: int) -> int:
     """Bytes of the tables for that many positions."""
-    return 2 * positions * (config.head_dim // 2) * 4
+    return 2 * positions * (config.rotary_dim // 2) * 4
 
 
 class Attention:
     """Grouped-query attention with rotary positions and, where the family has it, a norm on each head of q and k."""
 
-    def __init__(self, weights: Weights, name: str, config: DecoderConfig, rope: Rope, layer: int) -> None:
-        self.layer, self.window, self.rope, self.head_dim = layer, config.windows[layer], rope, config.head_dim
-        q_size, kv_size = config.heads * self.head_dim, config.kv_heads * self.head_dim
+    def __init__(
+        self,
+        qkv: Linear,
+        o: Linear,
+        config: DecoderConfig,
+        rope: Rope,
+        layer: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+    ) -> None:
+        self.qkv, self.o, self.rope, self.layer, self.head_dim = qkv, o, rope, layer, config.head_dim
+        self.norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": config.norm_eps}
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.options: dict[str, float] = {"scale": scale, "window": config.windows[layer]}
+        if config.attention_softcap:
+            self.options["softcap"] = config.attention_softcap
+
+    @classmethod
+    def of_projections(cls, weights: Weights, name: str, config: DecoderConfig, rope: Rope, layer: int) -> "Attention":
+        """From the modules q_proj, k_proj, v_proj, o_proj and, with qk_norm, q_norm and k_norm."""
+        q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
         parts = [(f"{name}.q_proj", q_size), (f"{name}.k_proj", kv_size), (f"{name}.v_proj", kv_size)]
-        self.qkv = Linear(weights, parts, config.hidden_size, config.qkv_bias)
-        self.o = Linear(weights, [(f"{name}.o_proj", config.hidden_size)], q_size, config.o_bias)
-        norms = [weights.vector(f"{name}.{part}_norm.weight", self.head_dim) for part in "qk"] if config.qk_norm else []
-        self.q_norm, self.k_norm = norms or (None, None)
-        self.eps, self.scale = config.norm_eps, self.head_dim**-0.5
+        qkv = Linear(weights, parts, config.hidden_size, config.qkv_bias)
+        o = Linear(weights, [(f"{name}.o_proj", config.hidden_size)], q_size, config.o_bias)
+        norms = [weights.vector(f"{name}.{p}_norm.weight", config.head_dim) for p in "qk"] if config.qk_norm else []
+        return cls(qkv, o, config, rope, layer, *norms)
 
     def __call__(self, x: Value, step: Step) -> Value:
         cache = step.cache
         caches = {"k_cache": cache.keys[self.layer], "v_cache": cache.values[self.layer], "tables": cache.tables}
-        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm, "eps": self.eps}
         qkv = self.qkv(x).heads(self.head_dim)
-        q = qkv.rope_append(step.positions, step.slots, cos=self.rope.cos, sin=self.rope.sin, **caches, **norms)
-        options = {"scale": self.scale, "window": self.window, "one_sequence": step.one_sequence}
+        q = qkv.rope_append(step.positions, step.slots, cos=self.rope.cos, sin=self.rope.sin, **caches, **self.norms)
+        options = {"one_sequence": step.one_sequence, **self.options}
         return self.o(q.attention(step.positions, step.slots, **caches, **options))
 
 
 class Mlp:
-    """The SwiGLU feed-forward down(silu(gate(x)) * up(x))."""
+    """The gated feed-forward down(silu(gate(x)) * up(x)), or with tanh-GELU in place of silu."""
 
-    def __init__(self, weights: Weights, name: str, config: DecoderConfig) -> None:
+    def __init__(self, weights: Weights, name: str, config: DecoderConfig, gelu: bool = False) -> None:
+        self.gelu = gelu
         size, hidden = config.intermediate_size, config.hidden_size
         parts = [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)]
-        self.gate_up = Linear(weights, parts, hidden, config.mlp_bias, pairs=not config.mlp_bias)
+        self.gate_up = Linear(weights, parts, hidden, config.mlp_bias, pairs=not (gelu or config.mlp_bias))
         self.down = Linear(weights, [(f"{name}.down_proj", hidden)], size, config.mlp_bias)
 
     def __call__(self, x: Value) -> Value:
-        return self.down(self.gate_up(x).swiglu(self.gate_up.pairs))
+        gate_up = self.gate_up(x)
+        return self.down(gate_up.geglu("tanh") if self.gelu else gate_up.swiglu(self.gate_up.pairs))

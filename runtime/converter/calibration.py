@@ -76,17 +76,22 @@ def layer_of(name: str) -> int | None:
 
 
 class _Skeleton(PlanWeights):
-    """Vectors and the embedding table as they are; of matrices the names of their modules, in place of data."""
+    """Vectors and the embedding table as they are; of matrices, in place of data, the modules and the order of rows."""
 
     def __init__(self, read: Read, device: torch.device) -> None:
         super().__init__()
         self.device, self._read = device, read
 
     def matrices(
-        self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear", pairs: bool = False
+        self,
+        modules: Sequence[tuple[str, int]],
+        columns: int,
+        kind: Kind = "linear",
+        pairs: bool = False,
+        order: Tensor | None = None,
     ) -> list[PackedLinear]:
         shape, names = (sum(rows for _, rows in modules), columns), [name for name, _ in modules]
-        return [PackedLinear(shape, 32, -1, 0, self.device, names)]
+        return [PackedLinear(shape, 32, -1, 0, self.device, (names, order))]
 
     def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
         return self.matrices([(module, rows)], columns, "head")
@@ -153,7 +158,8 @@ class Walk:
         nodes = self._graph.nodes
         while True:
             linear = next(i for i in range(self._at, len(nodes)) if nodes[i].op == "linear")
-            node, modules = nodes[linear], nodes[linear].attributes["weight"].data
+            node = nodes[linear]
+            modules, order = node.attributes["weight"].data
             if layer_of(modules[0]) != self.layer:
                 break
             for stream in self._held:
@@ -162,7 +168,7 @@ class Walk:
             x = node.inputs["x"]
             weights = weigh(modules, lambda x=x: self._moments(x))
             for stream, weight in zip(self._held, weights, strict=True):
-                placed = weight.to(self._graph.device)
+                placed = (weight if order is None else weight[order.to(weight.device)]).to(self._graph.device)
                 for held in stream:
                     y = torch.nn.functional.linear(held[x], placed, node.attributes["bias"])
                     self._graph.put(held, linear, y)

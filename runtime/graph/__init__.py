@@ -38,9 +38,10 @@ class Value:
         self.nodes.append(Node(op, dict(inputs), dict(attributes), (result,)))
         return result
 
-    def embedding(self, table: Weight, dtype: torch.dtype) -> "Value":
+    def embedding(self, table: Weight, dtype: torch.dtype, multiplier: float = 1.0) -> "Value":
         """Rows of a table for ids."""
-        return self._op("embedding", {"ids": self}, {"table": table, "dtype": dtype}, table.shape[1], dtype)
+        attributes = {"table": table, "dtype": dtype, "multiplier": multiplier}
+        return self._op("embedding", {"ids": self}, attributes, table.shape[1], dtype)
 
     def __add__(self, other: "Value") -> "Value":
         if (self.width, self.dtype) != (other.width, other.dtype):
@@ -63,6 +64,18 @@ class Value:
 
     def rms_norm(self, weight: Tensor, eps: float, plus_one: bool = False) -> "Value":
         return self._op("rms_norm", {"x": self}, {"weight": weight, "eps": eps, "plus_one": plus_one})
+
+    def layer_norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> "Value":
+        return self._op("layer_norm", {"x": self}, {"weight": weight, "bias": bias, "eps": eps})
+
+    def gelu(self, form: ops.Gelu) -> "Value":
+        return self._op("gelu", {"x": self}, {"form": form})
+
+    def geglu(self, form: ops.Gelu) -> "Value":
+        return self._op("geglu", {"gate_up": self}, {"form": form}, self.width // 2)
+
+    def softcap(self, cap: float) -> "Value":
+        return self._op("softcap", {"x": self}, {"cap": cap})
 
     def swiglu(self, pairs: bool = False) -> "Value":
         return self._op("swiglu", {"gate_up": self}, {"pairs": pairs}, self.width // 2)
