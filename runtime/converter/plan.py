@@ -109,7 +109,8 @@ def _unit(
     if spec.kind != "vector" and info.dtype not in FLOATS:
         raise ConvertError(f"{source} is {info.dtype}; fp32, bf16 and fp16 weights can be converted")
     scheme = _scheme(spec, options, rules)
-    dtype = options.stored_dtype(info.dtype, matrix=scheme is None and spec.kind != "vector")
+    renamed = spec.kind == "head" and spec.module != _HEAD  # which transformers does not convert to the model's dtype
+    dtype = options.stored_dtype(info.dtype, matrix=scheme is None and spec.kind != "vector" and not renamed)
     return Unit(spec, source, info.dtype, dtype, scheme)
 
 

@@ -49,7 +49,8 @@ class Prepared:
         self.fingerprint: dict[str, Any] = {}
         if options.method == "awq" and self._config.model_type not in LLAMA_WIRING:
             raise ConvertError(
-                f"model_type {self._config.model_type!r} is not supported by awq; {', '.join(LLAMA_WIRING)} are. Use gptq"
+                f"model_type {self._config.model_type!r}: awq is not supported, only for {', '.join(LLAMA_WIRING)}; "
+                "use gptq"
             )
         if options.method in CALIBRATED:
             args = (checkpoint.folder, self._config, options.samples, options.seed)
