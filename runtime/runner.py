@@ -183,8 +183,9 @@ class Runner:
                 return ops.sample(self._logits(rows), own, next_ids, positions_in, host_ids)
 
             self._steps[key] = replace(self._recorded(rows, body), host_ids=host_ids)
-        for target, source in zip(self._states[key].tensors(), state.tensors(), strict=True):
-            if target is not None and source is not None:
+        given = state.tensors()
+        for name, target in self._states[key].tensors().items():
+            if target is not None and (source := given[name]) is not None:
                 target.copy_(source)
         self._steps[key].load(ids, positions, slots)
         return SampledSteps(self, self._steps[key], list(ids), list(slots), state.steps.tolist())

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from nibblelm.checkpoint import Checkpoint
 from nibblelm.checkpoint.json_object import listed
 from nibblelm.errors import CheckpointError
 from nibblelm.ops.reference import unpack_codes
-from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, Weight
+from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, Weight, scheme
 from nibblelm.quant.affine import pack_zero_point
 
 Kind = Literal["linear", "head", "embedding", "vector"]
@@ -106,19 +106,6 @@ class PlanWeights:
         return [] if tied else self.matrices([(module, rows)], columns, "head")
 
 
-def _scheme(weight: Weight) -> tuple[Any, ...]:
-    """Weights with equal keys can be stacked into one kernel call."""
-    if isinstance(weight, QuantizedWeight):
-        return (
-            weight.bits,
-            weight.group_size,
-            weight.scale.dtype,
-            weight.zero_point is None,
-            weight.minimum is None,
-        )
-    return (weight.dtype,)
-
-
 class CheckpointWeights:
     """Reads a checkpoint, module by module, into the tiling of a device, dropping file pages behind it."""
 
@@ -150,7 +137,7 @@ class CheckpointWeights:
         if order is not None:
             (weight,) = weights
             weights = [reordered(weight, order)]
-        packed = [ops.pack_linear(list(parts), self.device, pairs) for _, parts in groupby(weights, _scheme)]
+        packed = [ops.pack_linear(list(parts), self.device, pairs) for _, parts in groupby(weights, scheme)]
         self.streamed_bytes += sum(p.nbytes for p in packed)
         return packed
 

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nibblelm import ops
-from nibblelm.ops import cuda_ops
-from nibblelm.ops.types import SamplingState
+from nibblelm.ops import SamplingState, cuda_ops
 
 BF16 = torch.bfloat16
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from nibblelm.ops import reference
 from nibblelm.ops.devices import backend
-from nibblelm.ops.types import PAGE, ActivationBits, PackedLinear, QuantizedWeight, SamplingState, Weight
+from nibblelm.ops.sampling_state import SamplingState
+from nibblelm.ops.types import PAGE, ActivationBits, PackedLinear, QuantizedWeight, Weight, scheme
 
 __all__ = ["PAGE", "ActivationBits", "PackedLinear", "Program", "QuantizedWeight", "SamplingState", "Weight", "backend"]
 
@@ -76,10 +77,12 @@ def to_device(t: Tensor, device: torch.device) -> Tensor:
 def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:
     """Repack weights for `linear`; several parts of one scheme are stacked along N (fused q/k/v, gate/up).
 
-    parts    full (N_i, K) tensors of one dtype, or quantized weights of equal bits, group size, scale dtype, K
+    parts    full (N_i, K) tensors of one dtype, or quantized weights of equal bits, group size, scale dtype, K and form
     pairs    the parts are gate and up of one MLP: a device may interleave their rows (`PackedLinear.pairs`)
     returns  the packed (sum N_i, K) weight on `device`
     """
+    if len({scheme(part) for part in parts}) != 1:
+        raise ValueError(f"parts of one linear must be of one scheme and K, got {[scheme(part) for part in parts]}")
     return backend(device).pack_linear(parts, device, pairs)
 
 

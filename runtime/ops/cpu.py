@@ -86,17 +86,8 @@ def _quantized_part(weight: QuantizedWeight) -> tuple[int, int, int, int, int]:
     return codes, scale, zero, minimum, n
 
 
-def _scheme(weight: Weight) -> tuple[object, ...]:
-    if isinstance(weight, Tensor):
-        return (weight.dtype, weight.shape[-1])
-    form = (weight.zero_point is None, weight.minimum is None)
-    return (weight.bits, weight.group_size, weight.scale.dtype, weight.shape[1], form)
-
-
 def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:
     del pairs  # swiglu is a kernel of its own
-    if not parts or any(_scheme(part) != _scheme(parts[0]) for part in parts):
-        raise ValueError(f"parts must be of one scheme and K, got {[_scheme(part) for part in parts]}")
     first, n = parts[0], sum(part.shape[0] for part in parts)
     if isinstance(first, QuantizedWeight):
         sources = [_quantized_part(part) for part in parts if isinstance(part, QuantizedWeight)]

@@ -56,11 +56,7 @@ def _stacked(parts: Sequence[Tensor], pairs: bool, device: torch.device) -> Tens
 def _zeros(parts: Sequence[QuantizedWeight], device: torch.device) -> Tensor:
     """Zero-points of all parts as uint8 (N, G)."""
     bits, groups = parts[0].bits, parts[0].groups
-    per, middle = 32 // bits, -0x77777778 if bits == 4 else -0x7F7F7F80  # 8 or 128 in every place of an int32
-    words = [
-        torch.full((-(-p.shape[0] // per), groups), middle, dtype=torch.int32) if p.zero_point is None else p.zero_point
-        for p in parts
-    ]
+    per, words = 32 // bits, [cast(Tensor, p.zero_point) for p in parts]
     zeros = upload(words, device).view(-1).view(torch.uint8).view(-1, groups, 4).transpose(1, 2)  # little-endian
     if bits == 4:
         zeros = torch.stack([zeros & 15, zeros >> 4], 2)
@@ -76,7 +72,7 @@ def _records(parts: Sequence[QuantizedWeight], pairs: bool, strips: int, groups:
         return t.permute(0, 3, 2, 1).contiguous().view(strips, groups, -1).view(torch.uint8)
 
     fields = [halves([p.scale for p in parts])]
-    if any(p.zero_point is not None for p in parts):
+    if parts[0].zero_point is not None:
         zeros = halves([_zeros(parts, device)])
         fields.append(zeros[..., 0::2] | zeros[..., 1::2] << 4 if parts[0].bits == 4 else zeros)
     minima = [p.minimum for p in parts if p.minimum is not None]
@@ -85,18 +81,10 @@ def _records(parts: Sequence[QuantizedWeight], pairs: bool, strips: int, groups:
     return fields[0] if len(fields) == 1 else torch.cat(fields, -1)
 
 
-def _scheme(part: Weight) -> tuple[object, ...]:
-    if isinstance(part, QuantizedWeight):
-        return part.bits, part.group_size, part.scale.dtype, part.minimum is not None, part.shape[1]
-    return part.dtype, part.shape[1]
-
-
 def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:
     require()
     pairs = pairs and len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].shape[0] % 8 == 0
     first = parts[0]
-    if any(_scheme(p) != _scheme(first) for p in parts):
-        raise ValueError(f"parts of one linear differ in scheme: {[_scheme(p) for p in parts]}")
     n, k = sum(p.shape[0] for p in parts), first.shape[1]
     with torch.cuda.device(device):
         arrivals = torch.zeros(-(-n // 16) + 1, dtype=torch.int32, device=device)
@@ -133,7 +121,7 @@ def _pack_quantized(parts: list[QuantizedWeight], pairs: bool, n: int, k: int, a
         raise ValueError(f"quantized linear with K = {k}; supported: at most {_MOST_COLUMNS}, so that sums fit int32")
     if group not in {-1, 32, 64, 128} or scale_dtype not in DTYPES or k < 1:
         raise ValueError(f"quantized linear with group size {group}, {scale_dtype} scales; supported: -1, 32, 64, 128")
-    device, zero = arrivals.device, any(p.zero_point is not None for p in parts)
+    device, zero = arrivals.device, parts[0].zero_point is not None
 
     def descriptor(values: int, records: int) -> Any:
         group_size = max(group, 0)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from nibblelm.ops.cuda_device import DTYPES, kernels, launch_args
-from nibblelm.ops.types import PAGE, QuantizedWeight, SamplingState, Weight
+from nibblelm.ops.sampling_state import SamplingState
+from nibblelm.ops.types import PAGE, QuantizedWeight, Weight
 
 PREFILL_ROWS = 17  # fewer rows of one sequence go to the decode kernel, as a batch of as many sequences does
 _ACTIVATIONS = {"silu": 0, "tanh": 1, "erf": 2, "softcap": 3}
@@ -397,9 +398,10 @@ def sample(
     )  # fmt: skip
     ids = torch.empty(m, dtype=torch.int32, device=logits.device) if out is None else out
     workspace = torch.empty(m, vocab, dtype=torch.float32, device=logits.device)
-    kernels.sample(
-        logits.data_ptr(), workspace.data_ptr(), ids.data_ptr(),
-        *(_address(t) for t in state.tensors()), _address(positions), _address(host_ids), logits.stride(0), m, vocab,
-        blocks, *launch_args(),
+    args = kernels.SamplingArgs(
+        logits=logits.data_ptr(), workspace=workspace.data_ptr(), ids=ids.data_ptr(), positions=_address(positions),
+        host_ids=_address(host_ids), logits_stride=logits.stride(0), rows=m, vocab=vocab, blocks=blocks,
+        **{name: _address(t) for name, t in state.tensors().items()},
     )  # fmt: skip
+    kernels.sample(args, *launch_args())
     return ids

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from nibblelm.ops.types import PAGE, QuantizedWeight, SamplingState, Weight
+from nibblelm.ops.sampling_state import SamplingState
+from nibblelm.ops.types import PAGE, QuantizedWeight, Weight
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
