@@ -145,9 +145,26 @@ void bind_layer_ops(py::module_& m) {
       },
       Unlocked());
   m.def(
-      "swiglu",
-      [](uintptr_t gate_up, uintptr_t out, int64_t rows, int64_t width, int64_t stride) {
-        Program::run(&Kernels::swiglu, {pointer<float>(gate_up), pointer<float>(out), rows, width, stride});
+      "layer_norm",
+      [](uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t bias, uintptr_t out, uintptr_t sum, int64_t rows,
+         int64_t width, int64_t x_stride, int64_t residual_stride, float eps) {
+        Program::run(&Kernels::layer_norm,
+                     {pointer<float>(x), pointer<float>(residual), pointer<float>(weight), pointer<float>(bias),
+                      pointer<float>(out), pointer<float>(sum), rows, width, x_stride, residual_stride, eps});
+      },
+      Unlocked());
+  m.def(
+      "add",
+      [](uintptr_t x, uintptr_t y, uintptr_t out, int64_t rows, int64_t width, int64_t x_stride, int64_t y_stride) {
+        Program::run(&Kernels::add,
+                     {pointer<float>(x), pointer<float>(y), pointer<float>(out), rows, width, x_stride, y_stride});
+      },
+      Unlocked());
+  m.def(
+      "activate",
+      [](uintptr_t x, uintptr_t out, int64_t rows, int64_t width, int64_t stride, int form, bool gated, float cap) {
+        Program::run(&Kernels::activate, {pointer<float>(x), pointer<float>(out), rows, width, stride,
+                                          static_cast<nibblelm::Activation>(form), gated, cap});
       },
       Unlocked());
 }
@@ -173,29 +190,30 @@ void bind_attention(py::module_& m) {
   m.def(
       "attention",
       [](uintptr_t q, const KvCache& cache, uintptr_t slots, uintptr_t positions, uintptr_t out, int64_t rows,
-         int64_t heads, int64_t q_stride, int64_t window, float scale) {
+         int64_t heads, int64_t q_stride, int64_t window, float scale, float softcap) {
         Program::run(&Kernels::attention,
                      {pointer<float>(q), cache, pointer<int32_t>(slots), pointer<int32_t>(positions),
-                      pointer<float>(out), rows, heads, q_stride, window, scale});
+                      pointer<float>(out), rows, heads, q_stride, window, scale, softcap});
       },
       Unlocked());
 }
 
 void bind_row_ops(py::module_& m) {
-  m.def("embedding_full", [](uintptr_t ids, uintptr_t out, int64_t count, uintptr_t table, int64_t rows, int64_t width,
-                             const std::string& type) {
+  m.def("embedding_full", [](uintptr_t ids, uintptr_t out, int64_t count, float multiplier, uintptr_t table,
+                             int64_t rows, int64_t width, const std::string& type) {
     const nibblelm::DType as = dtype(type);
     const py::gil_scoped_release unlocked;
     Program::run(&Kernels::embedding,
-                 {pointer<int32_t>(ids), pointer<float>(out), count, rows, width, pointer(table), as, {}});
+                 {pointer<int32_t>(ids), pointer<float>(out), count, rows, width, multiplier, pointer(table), as, {}});
   });
-  m.def("embedding_quantized", [](uintptr_t ids, uintptr_t out, int64_t count, const QuantizedPart& table, int64_t k,
-                                  int64_t group, int bits, const std::string& scale_type) {
-    const auto quantized = row_major(table, k, group, bits, scale_type);
-    const py::gil_scoped_release unlocked;
-    Program::run(&Kernels::embedding, {pointer<int32_t>(ids), pointer<float>(out), count, quantized.n, k, nullptr,
-                                       nibblelm::DType::fp32, quantized});
-  });
+  m.def("embedding_quantized",
+        [](uintptr_t ids, uintptr_t out, int64_t count, float multiplier, const QuantizedPart& table, int64_t k,
+           int64_t group, int bits, const std::string& scale_type) {
+          const auto quantized = row_major(table, k, group, bits, scale_type);
+          const py::gil_scoped_release unlocked;
+          Program::run(&Kernels::embedding, {pointer<int32_t>(ids), pointer<float>(out), count, quantized.n, k,
+                                             multiplier, nullptr, nibblelm::DType::fp32, quantized});
+        });
   const auto bind_rows = [&m](const char* name, void (*Kernels::*kernel)(const nibblelm::RowsArgs&)) {
     m.def(
         name,

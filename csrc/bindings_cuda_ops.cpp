@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include "cuda/activations.h"
+#include "cuda/add.h"
 #include "cuda/argmax.h"
 #include "cuda/attention.h"
 #include "cuda/attention_mask.h"
@@ -120,13 +121,54 @@ void bind_rope(py::module_& m) {
         });
 }
 
+void bind_sample(py::module_& m) {
+  py::class_<SamplingArgs>(m, "SamplingArgs")
+      .def(py::init([](Address logits, Address workspace, Address ids, Address temperature, Address top_k,
+                       Address top_p, Address min_p, Address repetition, Address presence, Address frequency,
+                       Address seeds, Address steps, Address bias, Address prompt, Address counts, Address positions,
+                       Address host_ids, Int logits_stride, Int rows, int vocab, int blocks) {
+             return SamplingArgs{.logits = at<float>(logits),
+                                 .workspace = at<float>(workspace),
+                                 .ids = at<std::int32_t>(ids),
+                                 .temperature = at<float>(temperature),
+                                 .top_k = at<std::int32_t>(top_k),
+                                 .top_p = at<float>(top_p),
+                                 .min_p = at<float>(min_p),
+                                 .repetition = at<float>(repetition),
+                                 .presence = at<float>(presence),
+                                 .frequency = at<float>(frequency),
+                                 .seeds = at<std::uint64_t>(seeds),
+                                 .steps = at<std::int64_t>(steps),
+                                 .bias = at<float>(bias),
+                                 .prompt = at<std::uint8_t>(prompt),
+                                 .counts = at<std::int32_t>(counts),
+                                 .positions = at<std::int32_t>(positions),
+                                 .host_ids = at<std::int32_t>(host_ids),
+                                 .logits_stride = logits_stride,
+                                 .rows = rows,
+                                 .vocab = vocab,
+                                 .blocks = blocks};
+           }),
+           py::kw_only(), py::arg("logits"), py::arg("workspace"), py::arg("ids"), py::arg("temperature"),
+           py::arg("top_k"), py::arg("top_p"), py::arg("min_p"), py::arg("repetition"), py::arg("presence"),
+           py::arg("frequency"), py::arg("seeds"), py::arg("steps"), py::arg("bias"), py::arg("prompt"),
+           py::arg("counts"), py::arg("positions"), py::arg("host_ids"), py::arg("logits_stride"), py::arg("rows"),
+           py::arg("vocab"), py::arg("blocks"));
+  m.def("sample",
+        [](const SamplingArgs& args, Address stream, bool programmatic) { sample(args, {at(stream), programmatic}); });
+}
+
 }  // namespace
 
 void bind_ops(py::module_& m) {
-  m.def("activate", [](Address x, Address y, Int rows, Int columns, Int x_stride, int form, bool gated, bool pairs,
-                       int dtype, Address stream, bool programmatic) {
-    activate(at(x), at(y), rows, columns, x_stride, static_cast<Activation>(form), gated, pairs, type_of(dtype),
+  m.def("activate", [](Address x, Address y, Int rows, Int columns, Int x_stride, int form, float cap, bool gated,
+                       bool pairs, int dtype, Address stream, bool programmatic) {
+    activate(at(x), at(y), rows, columns, x_stride, static_cast<Activation>(form), cap, gated, pairs, type_of(dtype),
              {at(stream), programmatic});
+  });
+  m.def("add", [](Address x, Address y, Address out, Int rows, Int columns, Int x_stride, Int y_stride, int dtype,
+                  Address stream, bool programmatic) {
+    add(at(x), at(y), at(out), rows, columns, x_stride, y_stride, type_of(dtype), {at(stream), programmatic});
   });
   m.def("alibi_mask", [](Address scores, Address slopes, float value, Int batch, Int heads, Int queries, Int keys,
                          int dtype, Address stream, bool programmatic) {
@@ -143,43 +185,17 @@ void bind_ops(py::module_& m) {
                    {at(stream), programmatic});
   });
   m.def("embedding", [](Address ids, Address codes, Address scale, Address zero, Address minimum, Address y, Int rows,
-                        Int vocab, int columns, int words, int groups, int group_size, int bits, int table, int dtype,
-                        Address stream, bool programmatic) {
+                        Int vocab, int columns, int words, int groups, int group_size, int bits, int table,
+                        float multiplier, int dtype, Address stream, bool programmatic) {
     embedding({at<std::int32_t>(ids), at(codes), at(scale), at<std::int32_t>(zero), at(minimum), at(y), rows, vocab,
-               columns, words, groups, group_size, bits, type_of(table)},
+               columns, words, groups, group_size, bits, type_of(table), multiplier},
               type_of(dtype), {at(stream), programmatic});
   });
   bind_norm(m, "layer_norm", layer_norm);
   bind_norm(m, "rms_norm", rms_norm);
   bind_rope(m);
   bind_attention(m);
-  m.def("sample", [](Address logits, Address workspace, Address ids, Address temperature, Address top_k, Address top_p,
-                     Address min_p, Address repetition, Address presence, Address frequency, Address seeds,
-                     Address steps, Address bias, Address prompt, Address counts, Address positions, Address host_ids,
-                     Int logits_stride, Int rows, int vocab, int blocks, Address stream, bool programmatic) {
-    sample({at<float>(logits),
-            at<float>(workspace),
-            at<std::int32_t>(ids),
-            at<float>(temperature),
-            at<std::int32_t>(top_k),
-            at<float>(top_p),
-            at<float>(min_p),
-            at<float>(repetition),
-            at<float>(presence),
-            at<float>(frequency),
-            at<std::uint64_t>(seeds),
-            at<std::int64_t>(steps),
-            at<float>(bias),
-            at<std::uint8_t>(prompt),
-            at<std::int32_t>(counts),
-            at<std::int32_t>(positions),
-            at<std::int32_t>(host_ids),
-            logits_stride,
-            rows,
-            vocab,
-            blocks},
-           {at(stream), programmatic});
-  });
+  bind_sample(m);
   m.def("softmax", [](Address x, Address y, Int rows, Int columns, bool logarithm, int form, int dtype, Address stream,
                       bool programmatic) {
     softmax(at(x), at(y), rows, columns, logarithm, static_cast<SoftmaxForm>(form), type_of(dtype),

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from nibblelm.config import DECODER_KEYS, DecoderConfig, Key, decoder_config, read_keys
-from nibblelm.layers import Attention, Embedding, Head, Mlp, RMSNorm, Rope, Step, Weights, run
+from nibblelm.graph import Value
+from nibblelm.layers import Attention, Embedding, Head, Mlp, RMSNorm, Rope, Step, Weights
 
 KEYS = {
     **DECODER_KEYS,
@@ -23,16 +22,18 @@ def read_config(raw: Mapping[str, Any], strict: bool = False) -> DecoderConfig:
 
 
 class Layer:
-    """One decoder layer: what reads the residual stream, (M, hidden), and writes to it."""
+    """One decoder layer on the residual stream, (M, hidden)."""
 
     def __init__(self, weights: Weights, config: DecoderConfig, rope: Rope, index: int) -> None:
         name = f"model.layers.{index}"
-        before_attention, before_mlp = (
-            RMSNorm(weights, f"{name}.{norm}", config.hidden_size, config.norm_eps)
-            for norm in ("input_layernorm", "post_attention_layernorm")
-        )
-        self.attention = Attention(weights, f"{name}.self_attn", config, rope, index, before_attention)
-        self.mlp = Mlp(weights, f"{name}.mlp", config, before_mlp)
+        self.norm1 = RMSNorm(weights, f"{name}.input_layernorm", config.hidden_size, config.norm_eps)
+        self.norm2 = RMSNorm(weights, f"{name}.post_attention_layernorm", config.hidden_size, config.norm_eps)
+        self.attention = Attention.of_projections(weights, f"{name}.self_attn", config, rope, index)
+        self.mlp = Mlp(weights, f"{name}.mlp", config)
+
+    def __call__(self, x: Value, step: Step) -> Value:
+        x = x + self.attention(self.norm1(x), step)
+        return x + self.mlp(self.norm2(x))
 
 
 class Model:
@@ -46,13 +47,9 @@ class Model:
         self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps)
         self.head = Head(weights, config)
 
-    def forward(self, step: Step, rows: slice = slice(None)) -> Tensor:
+    def forward(self, step: Step, rows: slice = slice(None)) -> Value:
         """Logits (rows, vocab) in fp32 of the chosen rows of a step; the step's keys and values enter its cache."""
-        x, residual = run([self.layers[0].attention.before], self.embedding(step.ids), None)
-        for layer, following in zip(self.layers, [*self.layers[1:], None], strict=True):
-            # From one attention to the next in one run, which a device may take as one kernel.
-            links = [layer.attention.after, *layer.mlp.links, *([following.attention.before] if following else [])]
-            x, residual = run(links, layer.attention(x, step), residual)
-        if residual is not None and rows != slice(None):
-            x, residual = x[rows], residual[rows]
-        return self.head(self.norm, x, residual)
+        x = self.embedding(step.ids)
+        for layer in self.layers:
+            x = layer(x, step)
+        return self.head(self.norm(x.rows(rows)))

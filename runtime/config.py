@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from nibblelm.checkpoint.json_object import listed
 from nibblelm.errors import ConfigError
@@ -127,11 +127,13 @@ def window_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base and scaling. `parameters` holds the numbers of its type (factor, beta_fast ...)."""
+    """Rotary embedding: base and scaling. `parameters` holds the numbers of its type (factor, beta_fast ...), `partial`
+    the share of a head's elements, from the first on, that is rotated."""
 
     type: str
     theta: float
     parameters: Mapping[str, float | bool | None]
+    partial: float = 1.0
 
 
 _ROPE_NUMBERS: dict[str, dict[str, Key]] = {
@@ -156,8 +158,13 @@ _ROPE_NUMBERS: dict[str, dict[str, Key]] = {
 }
 
 
-def read_rope(raw: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
-    """The rotary parameters of either layout. Unknown `rope_type` or unknown keys of one are errors."""
+def read_rope(
+    raw: Mapping[str, Any], default_theta: float = 10000.0, default_partial: float | None = None
+) -> RopeConfig:
+    """The rotary parameters of either layout. Unknown `rope_type` or unknown keys of one are errors.
+
+    default_partial  what a family that may rotate a part of each head rotates where nothing is said; None: all, always
+    """
     section = raw.get("rope_parameters")
     if section is None:
         section = raw.get("rope_scaling") or {}
@@ -173,8 +180,11 @@ def read_rope(raw: Mapping[str, Any], default_theta: float = 10000.0) -> RopeCon
     section.pop("rope_theta", None)
     if theta is None:
         theta = Key(float, default_theta, optional=True).read("rope_theta", raw)
-    if Key(float, 1.0, optional=True).read("partial_rotary_factor", section) != 1.0:
+    partial = Key(float, default_partial or 1.0, optional=True).read("partial_rotary_factor", section)
+    if default_partial is None and partial != 1.0:
         raise ConfigError("config.json: partial_rotary_factor other than 1.0 is not supported for this model_type")
+    if not 0 < partial <= 1:
+        raise ConfigError(f"config.json: partial_rotary_factor must be above 0 and at most 1, got {partial}")
     section.pop("partial_rotary_factor", None)
     if kind == "yarn" and section.get("original_max_position_embeddings") is None:
         section["original_max_position_embeddings"] = raw.get("max_position_embeddings")
@@ -184,12 +194,12 @@ def read_rope(raw: Mapping[str, Any], default_theta: float = 10000.0) -> RopeCon
     unknown = sorted(set(section) - set(keys)) if kind != "default" else []
     if unknown:
         raise ConfigError(f"config.json: {kind} rope has unknown keys {unknown}; known: {sorted(keys)}")
-    return RopeConfig(kind, theta, {name: key.read(name, section) for name, key in keys.items()})
+    return RopeConfig(kind, theta, {name: key.read(name, section) for name, key in keys.items()}, partial)
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What the layers of a rotary, RMSNorm, SwiGLU decoder need to know. Sizes are in elements."""
+    """What the layers of a decoder with rotary positions need to know. Sizes are in elements."""
 
     model_type: str
     vocab_size: int
@@ -208,10 +218,23 @@ class DecoderConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_scale: float | None = None  # of q . k; None: head_dim^-0.5
+    attention_softcap: float = 0.0  # 0: none
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that are rotated."""
+        return int(self.head_dim * self.rope.partial)
 
 
-def decoder_config(raw: Mapping[str, Any], values: Mapping[str, Any], **features: Any) -> DecoderConfig:
-    """Build a DecoderConfig from the values of `DECODER_KEYS`, checking that the sizes fit together."""
+Config = TypeVar("Config", bound=DecoderConfig)
+
+
+def decoder_config(
+    raw: Mapping[str, Any], values: Mapping[str, Any], kind: builtins.type[Config] = DecoderConfig, **features: Any
+) -> Config:
+    """Build a DecoderConfig, or a family's own `kind` of it, from the values of `DECODER_KEYS`, checking that the sizes
+    fit together; `features` are further fields."""
     heads, hidden, layers = values["num_attention_heads"], values["hidden_size"], values["num_hidden_layers"]
     kv_heads = values["num_key_value_heads"] or heads
     head_dim = values["head_dim"]
@@ -232,7 +255,11 @@ def decoder_config(raw: Mapping[str, Any], values: Mapping[str, Any], **features
         )
     if head_dim % 2 or head_dim > 256:
         raise ConfigError(f"config.json: head_dim {head_dim} is not supported; it must be even and at most 256")
-    return DecoderConfig(
+    if "rope" not in features:
+        features["rope"] = read_rope(raw)
+    if (rotary := int(head_dim * features["rope"].partial)) % 2 or not rotary:
+        raise ConfigError(f"config.json: {rotary} rotated elements of heads of {head_dim}; they must be even and not 0")
+    return kind(
         model_type=str(raw["model_type"]),
         vocab_size=values["vocab_size"],
         hidden_size=hidden,
@@ -243,7 +270,6 @@ def decoder_config(raw: Mapping[str, Any], values: Mapping[str, Any], **features
         head_dim=head_dim,
         max_positions=values["max_position_embeddings"],
         norm_eps=values["rms_norm_eps"],
-        rope=read_rope(raw),
         tied=values["tie_word_embeddings"],
         **{"windows": (0,) * layers, **features},
     )

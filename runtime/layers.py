@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nibblelm import ops
 from nibblelm.config import DecoderConfig
+from nibblelm.graph import Value
 from nibblelm.kv_cache import KVCache
 from nibblelm.memory import reserved
 from nibblelm.ops.types import PAGE, ActivationBits
@@ -22,8 +22,8 @@ __all__ = [
     "Attention",
     "Embedding",
     "Head",
+    "LayerNorm",
     "Linear",
-    "Link",
     "Mlp",
     "PlanWeights",
     "RMSNorm",
@@ -32,7 +32,6 @@ __all__ = [
     "TensorSpec",
     "Weights",
     "rope_bytes",
-    "run",
 ]
 
 
@@ -40,15 +39,18 @@ __all__ = [
 class Step:
     """M new tokens: ids, positions and cache slots, (M,) int32 each, and the cache they enter."""
 
-    ids: Tensor
-    positions: Tensor
-    slots: Tensor
+    ids: Value
+    positions: Value
+    slots: Value
     cache: KVCache
     one_sequence: bool = False  # all tokens follow each other in one slot: a prompt
 
 
 class Linear:
-    """One projection, or several of one input side by side: (M, K) -> (M, N)."""
+    """One projection, or several of one input side by side: (M, K) -> (M, N).
+
+    order  the rows of the checkpoint in the order of the columns that come out
+    """
 
     def __init__(
         self,
@@ -57,58 +59,25 @@ class Linear:
         columns: int,
         bias: bool = False,
         pairs: bool = False,
+        order: Tensor | None = None,
     ) -> None:
-        self.packed = weights.matrices(modules, columns, pairs=pairs)
-        self.rows = sum(rows for _, rows in modules)
+        self.packed = weights.matrices(modules, columns, pairs=pairs, order=order)
         self.bias = torch.cat([weights.vector(f"{name}.bias", rows) for name, rows in modules]) if bias else None
+        if self.bias is not None and order is not None and len(self.bias):
+            self.bias = self.bias[order.to(self.bias.device)]
         self.activation_bits: ActivationBits = weights.activation_bits
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if len(self.packed) == 1:
-            return ops.linear(x, self.packed[0], self.bias, self.activation_bits)
-        out, first = x.new_empty(x.shape[0], self.rows), 0
-        for packed in self.packed:  # parts of different schemes run apart, each into its own columns
-            last = first + packed.shape[0]
-            bias = None if self.bias is None else self.bias[first:last]
-            ops.linear(x, packed, bias, self.activation_bits, out[:, first:last])
-            first = last
-        return out
+    @property
+    def pairs(self) -> bool:
+        """Whether the device has interleaved the rows of a gate and its up."""
+        return len(self.packed) == 1 and self.packed[0].pairs
 
-
-@dataclass(frozen=True)
-class Link:
-    """A projection of the residual stream's norm (gated: then SwiGLU), or without a norm of what comes before it."""
-
-    linear: Linear
-    norm: "RMSNorm | None" = None
-    gated: bool = False
-
-
-def run(links: Sequence[Link], x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Links one after another: (what the last one gives, the residual stream), (M, K) -> (M, N)."""
-    if all(len(link.linear.packed) == 1 for link in links):
-        steps = [
-            ops.LinearStep(link.linear.packed[0], link.linear.bias, gated=link.gated)
-            if link.norm is None
-            else ops.LinearStep(
-                link.linear.packed[0], link.linear.bias, link.norm.weight, link.norm.eps, gated=link.gated
-            )
-            for link in links
-        ]
-        return ops.linear_chain(x, residual, steps, links[0].linear.activation_bits)
-    if len(links) > 1:
-        for link in links:
-            x, residual = run([link], x, residual)
-        return x, residual
-    (link,) = links
-    if link.norm is not None:
-        x, residual = link.norm(x, residual)
-    x = link.linear(x)
-    return (ops.swiglu(x) if link.gated else x), residual
+    def __call__(self, x: Value) -> Value:
+        return x.linear(self.packed, self.bias, self.activation_bits)
 
 
 class Head:
-    """The final norm and the output projection: (M, hidden) -> logits (M, vocab) in fp32."""
+    """The output projection: (M, hidden) -> logits (M, vocab) in fp32."""
 
     def __init__(
         self,
@@ -120,35 +89,45 @@ class Head:
         self.packed = weights.head(module, table, config.vocab_size, config.hidden_size, config.tied)
         self.activation_bits: ActivationBits = weights.activation_bits
 
-    def __call__(self, norm: "RMSNorm", x: Tensor, residual: Tensor | None) -> Tensor:
-        out = x.new_empty(x.shape[0], self.packed[0].shape[0], dtype=torch.float32)
-        bits = self.activation_bits
-        return ops.norm_linear(x, norm.weight, norm.eps, residual, self.packed[0], None, bits, out)[0]
+    def __call__(self, x: Value) -> Value:
+        return x.linear(self.packed, None, self.activation_bits, torch.float32)
 
 
 class Embedding:
-    """Token ids (M,) -> (M, hidden)."""
+    """Token ids (M,) -> (M, hidden), times `multiplier`."""
 
-    def __init__(self, weights: Weights, module: str, config: DecoderConfig) -> None:
+    def __init__(self, weights: Weights, module: str, config: DecoderConfig, multiplier: float = 1.0) -> None:
+        self.multiplier = multiplier
         self.table = weights.table(module, config.vocab_size, config.hidden_size, config.tied)
         self.dtype = weights.dtype
 
-    def __call__(self, ids: Tensor) -> Tensor:
-        return ops.embedding(ids, self.table, self.dtype)
+    def __call__(self, ids: Value) -> Value:
+        return ids.embedding(self.table, self.dtype, self.multiplier)
 
 
 class RMSNorm:
-    """Root-mean-square norm with the residual add before it: returns (norm(h), h), h = x + residual."""
+    """Root-mean-square norm of each row; `plus_one`: the gain is 1 + weight."""
+
+    def __init__(self, weights: Weights, module: str, size: int, eps: float, plus_one: bool = False) -> None:
+        self.weight, self.eps, self.plus_one = weights.vector(f"{module}.weight", size), eps, plus_one
+
+    def __call__(self, x: Value) -> Value:
+        return x.rms_norm(self.weight, self.eps, self.plus_one)
+
+
+class LayerNorm:
+    """LayerNorm of each row, with a bias."""
 
     def __init__(self, weights: Weights, module: str, size: int, eps: float) -> None:
-        self.weight, self.eps = weights.vector(f"{module}.weight", size), eps
+        self.weight, self.bias = (weights.vector(f"{module}.{part}", size) for part in ("weight", "bias"))
+        self.eps = eps
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return ops.rms_norm(x, self.weight, self.eps, residual)
+    def __call__(self, x: Value) -> Value:
+        return x.layer_norm(self.weight, self.bias, self.eps)
 
 
 class Rope:
-    """The cos and sin tables that every layer shares, (positions, head_dim / 2) in fp32.
+    """The cos and sin tables that every layer shares, (positions, rotary_dim / 2) in fp32.
 
     On the CPU rows are computed when `reach` asks for them, at addresses that stay, so a long context limit costs
     nothing until it is used; on CUDA all at once. There is one for every position of the cache's last page.
@@ -156,7 +135,7 @@ class Rope:
 
     def __init__(self, config: DecoderConfig, positions: int, device: torch.device) -> None:
         self._config, self._made = config, 0
-        shape = (page_count(positions) * PAGE, config.head_dim // 2)
+        shape = (page_count(positions) * PAGE, config.rotary_dim // 2)
         self.cos, self.sin = (reserved(shape, torch.float32, device) for _ in range(2))
         if device.type != "cpu":
             self.reach(shape[0])
@@ -166,51 +145,65 @@ class Rope:
         wanted = min(-(-positions // _ROPE_BLOCK) * _ROPE_BLOCK, self.cos.shape[0])
         while self._made < wanted:
             rows = slice(self._made, min(self._made + _ROPE_BLOCK, wanted))
-            cos, sin = tables(self._config.rope, self._config.head_dim, rows.start, rows.stop)
+            cos, sin = tables(self._config.rope, self._config.rotary_dim, rows.start, rows.stop)
             self.cos[rows], self.sin[rows] = cos, sin
             self._made = rows.stop
 
 
 def rope_bytes(config: DecoderConfig, positions: int) -> int:
     """Bytes of the tables for that many positions."""
-    return 2 * positions * (config.head_dim // 2) * 4
+    return 2 * positions * (config.rotary_dim // 2) * 4
 
 
 class Attention:
-    """Grouped-query attention with rotary positions and, where the family has it, a norm on each head of q and k.
-
-    `before` gives q, k and v of the residual stream's norm, side by side; a call attends; `after` projects the heads.
-    """
+    """Grouped-query attention with rotary positions and, where the family has it, a norm on each head of q and k."""
 
     def __init__(
-        self, weights: Weights, name: str, config: DecoderConfig, rope: Rope, layer: int, norm: RMSNorm
+        self,
+        qkv: Linear,
+        o: Linear,
+        config: DecoderConfig,
+        rope: Rope,
+        layer: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
     ) -> None:
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.layer, self.window, self.rope = layer, config.windows[layer], rope
-        q_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        parts = [(f"{name}.q_proj", q_size), (f"{name}.k_proj", kv_size), (f"{name}.v_proj", kv_size)]
-        self.before = Link(Linear(weights, parts, config.hidden_size, config.qkv_bias), norm)
-        self.after = Link(Linear(weights, [(f"{name}.o_proj", config.hidden_size)], q_size, config.o_bias))
-        self.eps = config.norm_eps
-        norms = [weights.vector(f"{name}.{part}_norm.weight", self.head_dim) for part in "qk"] if config.qk_norm else []
-        self.q_norm, self.k_norm = norms or (None, None)
+        self.qkv, self.o, self.rope, self.layer, self.head_dim = qkv, o, rope, layer, config.head_dim
+        self.norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": config.norm_eps}
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.options: dict[str, float] = {"scale": scale, "window": config.windows[layer]}
+        if config.attention_softcap:
+            self.options["softcap"] = config.attention_softcap
 
-    def __call__(self, qkv: Tensor, step: Step) -> Tensor:
-        """(M, (H + 2 Hkv) D), which is undefined afterwards -> (M, H D)."""
-        qkv = qkv.view(qkv.shape[0], -1, self.head_dim)
-        keys, values = step.cache.keys[self.layer], step.cache.values[self.layer]
-        places = (step.positions, step.slots, step.cache.tables, self.rope.cos, self.rope.sin, keys, values)
-        norms = {"q_norm": self.q_norm, "k_norm": self.k_norm, "eps": self.eps}
-        scale = self.head_dim**-0.5
-        return ops.rope_attention(qkv, *places, scale, self.window, one_sequence=step.one_sequence, **norms)
+    @classmethod
+    def of_projections(cls, weights: Weights, name: str, config: DecoderConfig, rope: Rope, layer: int) -> "Attention":
+        """From the modules q_proj, k_proj, v_proj, o_proj and, with qk_norm, q_norm and k_norm."""
+        q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        parts = [(f"{name}.q_proj", q_size), (f"{name}.k_proj", kv_size), (f"{name}.v_proj", kv_size)]
+        qkv = Linear(weights, parts, config.hidden_size, config.qkv_bias)
+        o = Linear(weights, [(f"{name}.o_proj", config.hidden_size)], q_size, config.o_bias)
+        norms = [weights.vector(f"{name}.{p}_norm.weight", config.head_dim) for p in "qk"] if config.qk_norm else []
+        return cls(qkv, o, config, rope, layer, *norms)
+
+    def __call__(self, x: Value, step: Step) -> Value:
+        cache = step.cache
+        caches = {"k_cache": cache.keys[self.layer], "v_cache": cache.values[self.layer], "tables": cache.tables}
+        qkv = self.qkv(x).heads(self.head_dim)
+        q = qkv.rope_append(step.positions, step.slots, cos=self.rope.cos, sin=self.rope.sin, **caches, **self.norms)
+        options = {"one_sequence": step.one_sequence, **self.options}
+        return self.o(q.attention(step.positions, step.slots, **caches, **options))
 
 
 class Mlp:
-    """The SwiGLU feed-forward down(silu(gate(x)) * up(x)) of the residual stream's norm."""
+    """The gated feed-forward down(silu(gate(x)) * up(x)), or with tanh-GELU in place of silu."""
 
-    def __init__(self, weights: Weights, name: str, config: DecoderConfig, norm: RMSNorm) -> None:
+    def __init__(self, weights: Weights, name: str, config: DecoderConfig, gelu: bool = False) -> None:
+        self.gelu = gelu
         size, hidden = config.intermediate_size, config.hidden_size
         parts = [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)]
-        gate_up = Linear(weights, parts, hidden, config.mlp_bias, pairs=not config.mlp_bias)
-        down = Linear(weights, [(f"{name}.down_proj", hidden)], size, config.mlp_bias)
-        self.links = [Link(gate_up, norm, gated=True), Link(down)]
+        self.gate_up = Linear(weights, parts, hidden, config.mlp_bias, pairs=not (gelu or config.mlp_bias))
+        self.down = Linear(weights, [(f"{name}.down_proj", hidden)], size, config.mlp_bias)
+
+    def __call__(self, x: Value) -> Value:
+        gate_up = self.gate_up(x)
+        return self.down(gate_up.geglu("tanh") if self.gelu else gate_up.swiglu(self.gate_up.pairs))

@@ -48,7 +48,12 @@ class RandomWeights:
         return packed
 
     def matrices(
-        self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear", pairs: bool = False
+        self,
+        modules: Sequence[tuple[str, int]],
+        columns: int,
+        kind: Kind = "linear",
+        pairs: bool = False,
+        order: Tensor | None = None,
     ) -> list[PackedLinear]:
         return self._pack([self._weight(rows, columns, self.bits, self.group_size) for _, rows in modules], pairs)
 

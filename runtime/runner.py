@@ -1,7 +1,6 @@
 """Runs a model against its KV cache: chunked prefill, and decode steps captured once per batch and replayed."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from nibblelm import ops
 from nibblelm.config import DecoderConfig
 from nibblelm.errors import RequestError
+from nibblelm.graph import Graph, Value, fused, record
 from nibblelm.kv_cache import KVCache, bytes_per_token
 from nibblelm.layers import Rope, Step
 from nibblelm.memory import require_memory
@@ -33,7 +33,7 @@ class DecoderModel(Protocol):
     config: DecoderConfig
     rope: Rope
 
-    def forward(self, step: Step, rows: slice = ...) -> Tensor: ...
+    def forward(self, step: Step, rows: slice = ...) -> Value: ...
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class _Eager:
 class Runner:
     """A model with room for sequences of `capacity` positions, as many as `reserve` was asked for.
 
-    `history[slot]` holds the token ids whose keys and values are in the cache. graph=False runs the ops call by call,
-    each as its own kernels, instead of replaying a captured program of fused ones.
+    `history[slot]` holds the token ids whose keys and values are in the cache. graph=False runs the recorded ops one by
+    one, without the rules that fuse them, instead of replaying a captured program.
     """
 
     def __init__(
@@ -74,6 +74,7 @@ class Runner:
         self.cache: Any = None
         if device.type == "cpu":
             ops.backend(device).keep_freed_memory()
+        self._graphs: dict[tuple[bool, bool], Graph] = {}
         self._steps: dict[tuple[int, bool], _DecodeStep] = {}
         self._states: dict[tuple[int, bool], SamplingState] = {}
 
@@ -87,6 +88,7 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a step in flight still writes into what goes now
         held, self.history, self.cache = self.cache is not None, [], None
+        self._graphs.clear()
         self._steps.clear()
         self._states.clear()
         if held and self.device.type == "cuda":
@@ -133,9 +135,7 @@ class Runner:
         for first in range(start, len(ids), chunk):
             last = min(first + chunk, len(ids))
             new = self._rows(ids[first:last], range(first, last), [slot] * (last - first))
-            wanted = slice(None) if every_row else slice(last - first - 1, None)
-            with self._fusion():
-                logits = self.model.forward(Step(new[0], new[1], new[2], self.cache, one_sequence=True), wanted)
+            logits = self._graph(one_sequence=True, every_row=every_row)(*new)
             if every_row or last == len(ids):
                 parts.append(logits)
             self.history[slot] += ids[first:last]
@@ -175,8 +175,9 @@ class Runner:
                 return ops.sample(self._logits(rows), own, next_ids, positions_in, host_ids)
 
             self._steps[key] = replace(self._recorded(rows, body), host_ids=host_ids)
-        for target, source in zip(self._states[key].tensors(), state.tensors(), strict=True):
-            if target is not None and source is not None:
+        given = state.tensors()
+        for name, target in self._states[key].tensors().items():
+            if target is not None and (source := given[name]) is not None:
                 target.copy_(source)
         self._steps[key].load(ids, positions, slots)
         return SampledSteps(self, self._steps[key], list(ids), list(slots), state.steps.tolist())
@@ -187,7 +188,20 @@ class Runner:
         return len(step.program)
 
     def _logits(self, rows: Tensor) -> Tensor:
-        return self.model.forward(Step(rows[0], rows[1], rows[2], self.cache))
+        return self._graph(one_sequence=False, every_row=True)(*rows)
+
+    def _graph(self, one_sequence: bool, every_row: bool) -> Graph:
+        """The ops from ids, positions and slots to the logits of the tokens, or of the last one."""
+        key = (one_sequence, every_row)
+        if key not in self._graphs:
+
+            def forward(ids: Value, positions: Value, slots: Value) -> Value:
+                step = Step(ids, positions, slots, self.cache, one_sequence)
+                return self.model.forward(step, slice(None) if every_row else slice(-1, None))
+
+            graph = record(forward, 3, self.device)
+            self._graphs[key] = fused(graph) if self.graph else graph
+        return self._graphs[key]
 
     def _recorded(self, rows: Tensor, body: Any) -> _DecodeStep:
         """`body` as a program. On CUDA it runs once before it is captured, since first use of a kernel loads it."""
@@ -195,15 +209,10 @@ class Runner:
             result = body()
             return _DecodeStep(rows, _Eager(body, result), result)
         if self.device.type == "cuda":
-            with self._fusion():
-                body()
+            body()
         with ops.capture(self.device) as program:
             result = body()
         return _DecodeStep(rows, program, result)
-
-    def _fusion(self) -> AbstractContextManager[None]:
-        """Fused kernels where the device has them, unless the ops are to run call by call."""
-        return ops.backend(self.device).fusion(True) if self.device.type == "cuda" and self.graph else nullcontext()
 
     def _rows(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Tensor:
         return torch.tensor((ids, positions, slots), dtype=torch.int32, device=self.device)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from nibblelm.errors import ConfigError, RequestError
-from nibblelm.ops.types import SamplingState
+from nibblelm.ops import SamplingState
 
 MASK32 = 0xFFFFFFFF
 # generation_config.json may set these; the values are the defaults where it does not
@@ -276,9 +276,15 @@ def device_sampling(samplers: Sequence[Sampler], vocab_size: int) -> SamplingSta
     state = SamplingState.greedy(len(samplers), torch.device("cpu"), vocab_size if wide else 0)
     for row, sampler in enumerate(samplers):
         p = sampler.params
-        values = (p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty)
-        for tensor, value in zip(state.tensors(), (*values, p.frequency_penalty), strict=False):
-            assert tensor is not None
+        for tensor, value in (
+            (state.temperature, p.temperature),
+            (state.top_k, p.top_k),
+            (state.top_p, p.top_p),
+            (state.min_p, p.min_p),
+            (state.repetition, p.repetition_penalty),
+            (state.presence, p.presence_penalty),
+            (state.frequency, p.frequency_penalty),
+        ):
             assert value is not None
             tensor[row] = value
         state.seeds[row] = sampler.seed - (1 << 64) * (sampler.seed >> 63)  # the same bits, signed

@@ -1,9 +1,9 @@
 """Where a model's wiring gets its weights: a plan that takes notes, a checkpoint, or a random generator."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,10 +12,13 @@ from nibblelm import ops
 from nibblelm.checkpoint import Checkpoint
 from nibblelm.checkpoint.json_object import listed
 from nibblelm.errors import CheckpointError
-from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, Weight
+from nibblelm.ops.reference import unpack_codes
+from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, Weight, scheme
+from nibblelm.quant.affine import pack_zero_point
 
 Kind = Literal["linear", "head", "embedding", "vector"]
 PACKED = frozenset({"weight_packed", "weight_scale", "weight_zero_point", "weight_shape"})
+_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # of older files: computed here
 _RELEASED = 64 << 10  # bytes: the pages of a smaller tensor are not worth the call that gives them back
 
 
@@ -41,11 +44,17 @@ class Weights(Protocol):
     activation_bits: ActivationBits
 
     def matrices(
-        self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear", pairs: bool = False
+        self,
+        modules: Sequence[tuple[str, int]],
+        columns: int,
+        kind: Kind = "linear",
+        pairs: bool = False,
+        order: Tensor | None = None,
     ) -> list[PackedLinear]:
         """The (rows, columns) matrices of `modules` (name, rows), neighbours of one scheme stacked into one.
 
-        `pairs`: they are the gate and the up of one MLP (`ops.pack_linear`).
+        pairs  they are the gate and the up of one MLP (`ops.pack_linear`)
+        order  (rows,) int64, of one module: row i of the result is row order[i] of the checkpoint's matrix
         """
         ...
 
@@ -74,7 +83,12 @@ class PlanWeights:
         self.groups: list[list[str]] = []  # modules that read the same input and can run as one
 
     def matrices(
-        self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear", pairs: bool = False
+        self,
+        modules: Sequence[tuple[str, int]],
+        columns: int,
+        kind: Kind = "linear",
+        pairs: bool = False,
+        order: Tensor | None = None,
     ) -> list[PackedLinear]:
         self.specs += [TensorSpec(f"{name}.weight", kind, (rows, columns)) for name, rows in modules]
         self.groups.append([name for name, _ in modules])
@@ -90,19 +104,6 @@ class PlanWeights:
 
     def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
         return [] if tied else self.matrices([(module, rows)], columns, "head")
-
-
-def _scheme(weight: Weight) -> tuple[Any, ...]:
-    """Weights with equal keys can be stacked into one kernel call."""
-    if isinstance(weight, QuantizedWeight):
-        return (
-            weight.bits,
-            weight.group_size,
-            weight.scale.dtype,
-            weight.zero_point is None,
-            weight.minimum is None,
-        )
-    return (weight.dtype,)
 
 
 class CheckpointWeights:
@@ -129,9 +130,14 @@ class CheckpointWeights:
             raise CheckpointError(f"{module}.weight has shape {list(weight.shape)}; config.json says {list(shape)}")
         return weight
 
-    def _pack(self, modules: Sequence[tuple[str, int]], columns: int, pairs: bool = False) -> list[PackedLinear]:
+    def _pack(
+        self, modules: Sequence[tuple[str, int]], columns: int, pairs: bool, order: Tensor | None
+    ) -> list[PackedLinear]:
         weights = [self._weight(name, (rows, columns)) for name, rows in modules]
-        packed = [ops.pack_linear(list(parts), self.device, pairs) for _, parts in groupby(weights, _scheme)]
+        if order is not None:
+            (weight,) = weights
+            weights = [reordered(weight, order)]
+        packed = [ops.pack_linear(list(parts), self.device, pairs) for _, parts in groupby(weights, scheme)]
         self.streamed_bytes += sum(p.nbytes for p in packed)
         return packed
 
@@ -142,9 +148,14 @@ class CheckpointWeights:
                 self.checkpoint.release(name)
 
     def matrices(
-        self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear", pairs: bool = False
+        self,
+        modules: Sequence[tuple[str, int]],
+        columns: int,
+        kind: Kind = "linear",
+        pairs: bool = False,
+        order: Tensor | None = None,
     ) -> list[PackedLinear]:
-        packed = self._pack(modules, columns, pairs)
+        packed = self._pack(modules, columns, pairs, order)
         for name, _ in modules:
             self._release(name)
         return packed
@@ -166,6 +177,17 @@ class CheckpointWeights:
     def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
         shipped = not tied or self._holds(module)
         return self.matrices([(module if shipped else table, rows)], columns, "head")
+
+
+def reordered(weight: Weight, order: Tensor) -> Weight:
+    """The rows of a weight in another order, (N,) int64."""
+    if isinstance(weight, Tensor):
+        return weight[order]
+    zero, minimum = weight.zero_point, weight.minimum
+    if zero is not None:
+        zero = pack_zero_point(unpack_codes(zero.T.contiguous(), weight.bits, weight.shape[0]).T[order], weight.bits)
+    minimum = None if minimum is None else minimum[order]
+    return replace(weight, codes=weight.codes[order], scale=weight.scale[order], zero_point=zero, minimum=minimum)
 
 
 def _to_device(weight: Weight, device: torch.device) -> Weight:
@@ -195,7 +217,7 @@ def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec], tied: boo
             names = alternatives
         expected |= names | alternatives
         missing += sorted(names - present)
-    unexpected = sorted(n for n in present - expected if not n.endswith("rotary_emb.inv_freq"))
+    unexpected = sorted(n for n in present - expected if not n.endswith(_BUFFERS))
     problems = [
         f"{word}: {listed(names, 20)}" for word, names in (("missing", missing), ("unexpected", unexpected)) if names
     ]

@@ -103,6 +103,7 @@ e2e() {  # decode at batch 1; batches, long contexts and prefill where the weigh
   bench llama-3-8b 8 -1 --prompt-tokens 128 2048 --gen-tokens 256 16
   bench llama-3-8b 16 -1 "${once[@]}"
   for bits in 4 8 16; do bench llama-3.2-1b $bits -1 "${once[@]}"; done
+  for shape in gpt-neox-6.9b gemma2-9b llama-3-70b; do bench $shape 4 -1 "${once[@]}"; done
 }
 
 write_record() {

@@ -15,7 +15,7 @@ PACKAGE = Path(nibblelm.__file__).parent
 LAYERS = [
     ["errors", "memory", "_cpu", "_cuda", "pages", "nibblelm"],
     ["ops"],
-    ["config", "checkpoint"],
+    ["config", "checkpoint", "graph"],
     ["quant"],
     ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],

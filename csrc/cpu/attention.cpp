@@ -29,6 +29,11 @@ struct Row {
   bool any;  // finished splits exist
 };
 
+// Of a score: times `scale`, then, with a softcap, softcap * tanh(score / softcap).
+struct Scaling {
+  float scale, softcap;
+};
+
 struct Scratch {
   float* keys;    // (width, 64): transposed
   float* values;  // (64, padded width)
@@ -151,13 +156,14 @@ __attribute__((noinline)) void score_rows(Row* const* rows, const float* keys, i
 
 // scores -> weights e^(score - maximum) of positions [from, to) of the block; updates maximum and sum and rescales
 // what was summed before. There is at least one position, and every position outside gets weight 0.
-NIBBLE_INLINE void weigh(Row& row, float* scores, int64_t from, int64_t to, float scale, int64_t padded) {
+NIBBLE_INLINE void weigh(Row& row, float* scores, int64_t from, int64_t to, Scaling scaling, int64_t padded) {
   constexpr int kVectors = kBlock / kLanes;
   F32 s[kVectors];
   F32 top = set1(row.top);
   for (int c = 0; c < kVectors; ++c) {
     float lanes[kLanes];
-    s[c] = load(scores + c * kLanes) * set1(scale);
+    s[c] = load(scores + c * kLanes) * set1(scaling.scale);
+    if (scaling.softcap > 0.0f) s[c] = set1(scaling.softcap) * tanh(s[c] / set1(scaling.softcap));
     if (from > c * kLanes || to < (c + 1) * kLanes) {
       store(lanes, s[c]);
       for (int i = 0; i < kLanes; ++i) {
@@ -218,7 +224,7 @@ void add_values(Row* const* rows, const float* scores, const float* values, int6
 // kRows rows that all see something of the block that starts at position `start`.
 template <int kRows>
 void attend_block(Row* const* rows, const Scratch& scratch, const float* values, int64_t start, int64_t width,
-                  float scale) {
+                  Scaling scaling) {
   const int64_t padded = pad(width);
   score_rows<kRows>(rows, scratch.keys, width, scratch.scores);
   int64_t from[kRows], to[kRows], common_from = 0, common_to = kBlock;
@@ -227,7 +233,7 @@ void attend_block(Row* const* rows, const Scratch& scratch, const float* values,
     to[r] = min(rows[r]->end - start, kBlock);
     common_from = max(common_from, from[r]);
     common_to = min(common_to, to[r]);
-    weigh(*rows[r], scratch.scores + r * kBlock, from[r], to[r], scale, padded);
+    weigh(*rows[r], scratch.scores + r * kBlock, from[r], to[r], scaling, padded);
   }
   // Positions that not all rows see are added row by row: what lies beyond may be anything, NaN included.
   common_to = max(common_from, common_to);
@@ -242,12 +248,12 @@ void attend_block(Row* const* rows, const Scratch& scratch, const float* values,
 
 template <int kRows>
 void attend_rows(Row* const* rows, int64_t count, const Scratch& scratch, const float* values, int64_t start,
-                 int64_t width, float scale) {
+                 int64_t width, Scaling scaling) {
   for (; count >= kRows; count -= kRows, rows += kRows) {
-    attend_block<kRows>(rows, scratch, values, start, width, scale);
+    attend_block<kRows>(rows, scratch, values, start, width, scaling);
   }
   if constexpr (kRows > 1) {
-    if (count > 0) attend_rows<kRows - 1>(rows, count, scratch, values, start, width, scale);
+    if (count > 0) attend_rows<kRows - 1>(rows, count, scratch, values, start, width, scaling);
   }
 }
 
@@ -313,7 +319,7 @@ void attend(const AttentionArgs& a, int64_t token, int64_t kv_head, int64_t from
       const int64_t at = cache_row(c, a.slots[token], kv_head, p);
       stage_keys(static_cast<const T*>(c.k) + at, present, c.width, scratch.keys);
       const float* staged = stage_values(static_cast<const T*>(c.v) + at, present, c.width, scratch.values);
-      attend_rows<kBlockRows>(seeing, n, scratch, staged, p, c.width, a.scale);
+      attend_rows<kBlockRows>(seeing, n, scratch, staged, p, c.width, {a.scale, a.softcap});
     }
     for (int64_t r = 0; r < count; ++r) merge_split(rows[r], padded);
   }

@@ -25,11 +25,13 @@ NIBBLE_INLINE float value_at(const void* p, int64_t at, DType type) {
 
 void copy_row(const EmbeddingArgs& a, int64_t id, float* out) {
   int64_t i = 0;
-  for (; i + kLanes <= a.width; i += kLanes) store(out + i, load_as(a.table, id * a.width + i, a.dtype));
-  for (; i < a.width; ++i) out[i] = value_at(a.table, id * a.width + i, a.dtype);
+  for (; i + kLanes <= a.width; i += kLanes) {
+    store(out + i, load_as(a.table, id * a.width + i, a.dtype) * set1(a.multiplier));
+  }
+  for (; i < a.width; ++i) out[i] = value_at(a.table, id * a.width + i, a.dtype) * a.multiplier;
 }
 
-void dequantize_row(const QuantizedRowMajor& q, int64_t id, float* out) {
+void dequantize_row(const QuantizedRowMajor& q, int64_t id, float multiplier, float* out) {
   const int64_t per_word = 32 / q.bits, groups = (q.k + q.group - 1) / q.group;
   const uint32_t* words = q.codes + id * ((q.k + per_word - 1) / per_word);
   const uint32_t mask = (1u << q.bits) - 1;
@@ -49,7 +51,7 @@ void dequantize_row(const QuantizedRowMajor& q, int64_t id, float* out) {
     }
     for (int64_t k = g * q.group; k < min(q.k, (g + 1) * q.group); ++k) {
       const auto code = static_cast<int32_t>(words[k / per_word] >> (k % per_word * q.bits) & mask);
-      out[k] = static_cast<float>(code - zero) * scale + minimum;
+      out[k] = (static_cast<float>(code - zero) * scale + minimum) * multiplier;
     }
   }
 }
@@ -63,7 +65,7 @@ void embedding(const EmbeddingArgs& a) {
   parallel_for(a.m, 1 + 8192 / a.width, [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; ++m) {
       float* out = a.out + m * a.width;
-      a.table != nullptr ? copy_row(a, a.ids[m], out) : dequantize_row(a.quantized, a.ids[m], out);
+      a.table != nullptr ? copy_row(a, a.ids[m], out) : dequantize_row(a.quantized, a.ids[m], a.multiplier, out);
     }
   });
 }

@@ -37,6 +37,23 @@ struct RmsNormArgs {
   bool plus_one;
 };
 
+struct LayerNormArgs {
+  const float* x;         // (m, width), x_stride
+  const float* residual;  // the same, residual_stride, or null
+  const float* weight;    // (width)
+  const float* bias;      // (width) or null
+  float* out;             // (m, width), contiguous
+  float* sum;             // the same: x + residual; null without residual
+  int64_t m, width, x_stride, residual_stride;
+  float eps;
+};
+
+struct AddArgs {
+  const float *x, *y;  // (m, width), strides
+  float* out;          // (m, width), contiguous
+  int64_t m, width, x_stride, y_stride;
+};
+
 struct RopeArgs {
   float* x;  // (m, heads, width), stride of m: x_stride; in place
   const int32_t* positions;
@@ -65,19 +82,25 @@ struct AttentionArgs {
   const int32_t *slots, *positions;
   float* out;  // (m, heads * width), contiguous
   int64_t m, heads, q_stride, window;
-  float scale;
+  float scale, softcap;  // softcap 0: none
 };
 
-struct SwigluArgs {
-  const float* gate_up;  // (m, 2 width), stride
-  float* out;            // (m, width), contiguous
+enum class Activation : int { silu = 0, gelu_tanh = 1, gelu_erf = 2, softcap = 3 };
+
+struct ActivationArgs {
+  const float* x;  // (m, width), or gated (m, 2 width): activation(gate) * up; stride
+  float* out;      // (m, width), contiguous
   int64_t m, width, stride;
+  Activation form;
+  bool gated;
+  float cap;  // softcap: cap * tanh(x / cap)
 };
 
 struct EmbeddingArgs {
   const int32_t* ids;
   float* out;  // (m, width), contiguous
   int64_t m, rows, width;
+  float multiplier;   // of every value
   const void* table;  // full: (rows, width) contiguous; quantized: null
   DType dtype;        // of the full table
   QuantizedRowMajor quantized;
@@ -111,10 +134,12 @@ struct Kernels {
   void (*quantized_linear)(const QuantizedLinearArgs&);
   void (*full_linear)(const FullLinearArgs&);
   void (*rms_norm)(const RmsNormArgs&);
+  void (*layer_norm)(const LayerNormArgs&);
+  void (*add)(const AddArgs&);
   void (*rope)(const RopeArgs&);
   void (*kv_append)(const KvAppendArgs&);
   void (*attention)(const AttentionArgs&);
-  void (*swiglu)(const SwigluArgs&);
+  void (*activate)(const ActivationArgs&);
   void (*embedding)(const EmbeddingArgs&);
   void (*softmax)(const RowsArgs&);
   void (*log_softmax)(const RowsArgs&);

@@ -437,4 +437,13 @@ NIBBLE_INLINE F32 exp_nonpositive(F32 x) {
   return select_greater(low, x, set1(0.0f), kept_nan);
 }
 
+NIBBLE_INLINE F32 magnitude(F32 x) { return from_bits(bits(x) & set1(0x7fffffff)); }
+
+// To about 1e-7 absolute.
+NIBBLE_INLINE F32 tanh(F32 x) {
+  const F32 one = set1(1.0f), e = exp_nonpositive(set1(-2.0f) * magnitude(x));
+  const F32 positive = (one - e) / (one + e);
+  return select_greater(set1(0.0f), x, set1(0.0f) - positive, positive);
+}
+
 }  // namespace nibblelm::NIBBLE_ISA

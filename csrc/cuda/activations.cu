@@ -1,4 +1,4 @@
-// silu, gelu (tanh and erf) and their gated forms (Hendrycks & Gimpel 2016; Shazeer 2020), in fp32.
+// silu, gelu (tanh and erf), their gated forms (Hendrycks & Gimpel 2016; Shazeer 2020) and softcap, in fp32.
 #include <algorithm>
 
 #include "activations.h"
@@ -11,21 +11,23 @@ namespace {
 constexpr int kThreads{256};
 
 template <Activation kForm>
-__device__ __forceinline__ float activation(float x) {
+__device__ __forceinline__ float activation(float x, float cap) {
   if constexpr (kForm == Activation::silu) {
     return silu(x);
   } else if constexpr (kForm == Activation::gelu_tanh) {
     constexpr float kRootTwoOverPi{0.7978845608028654f};
     return 0.5f * x * (1.0f + tanhf(kRootTwoOverPi * (x + 0.044715f * x * x * x)));
-  } else {
+  } else if constexpr (kForm == Activation::gelu_erf) {
     constexpr float kRootHalf{0.7071067811865476f};
     return 0.5f * x * (1.0f + erff(x * kRootHalf));
+  } else {
+    return cap * tanhf(x / cap);
   }
 }
 
 // Gated: the up of a gate is `columns` further, or, in pairs, 8 columns behind every 8 gates.
 template <class T, int V, Activation kForm, bool kGated>
-__global__ void activate_kernel(const T* x, T* y, int64_t columns, int64_t x_stride, bool pairs) {
+__global__ void activate_kernel(const T* x, T* y, int64_t columns, int64_t x_stride, float cap, bool pairs) {
   dependency_wait();
   dependency_release();
   const int64_t row = blockIdx.y, column = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * V;
@@ -34,7 +36,7 @@ __global__ void activate_kernel(const T* x, T* y, int64_t columns, int64_t x_str
   float gate[V];
   load(x, gate);
 #pragma unroll
-  for (int i = 0; i < V; ++i) gate[i] = activation<kForm>(gate[i]);
+  for (int i = 0; i < V; ++i) gate[i] = activation<kForm>(gate[i], cap);
   if constexpr (kGated) {
     float up[V];
     load(x + (pairs ? 8 : columns), up);
@@ -56,15 +58,17 @@ auto* kernel(Activation form, bool gated) {
       return kernel<T, V, Activation::silu>(gated);
     case Activation::gelu_tanh:
       return kernel<T, V, Activation::gelu_tanh>(gated);
-    default:
+    case Activation::gelu_erf:
       return kernel<T, V, Activation::gelu_erf>(gated);
+    default:
+      return kernel<T, V, Activation::softcap>(gated);
   }
 }
 
 }  // namespace
 
-void activate(const void* x, void* y, int64_t rows, int64_t columns, int64_t x_stride, Activation form, bool gated,
-              bool pairs, DType dtype, const Launch& launch) {
+void activate(const void* x, void* y, int64_t rows, int64_t columns, int64_t x_stride, Activation form, float cap,
+              bool gated, bool pairs, DType dtype, const Launch& launch) {
   constexpr int64_t kGridRows{65535};
   with_activation(dtype, "activation", [&]<class T>() {
     const int64_t size = sizeof(T);
@@ -77,7 +81,7 @@ void activate(const void* x, void* y, int64_t rows, int64_t columns, int64_t x_s
       };
       launch_kernel(launch, what, run, dim3(ceil_div(columns, kThreads * (wide ? kWide<T> : 1)), count), dim3(kThreads),
                     0, static_cast<const T*>(x) + first * x_stride, static_cast<T*>(y) + first * columns, columns,
-                    x_stride, pairs);
+                    x_stride, cap, pairs);
     }
   });
 }

@@ -34,7 +34,7 @@ __global__ void embedding_kernel(EmbeddingArgs a) {
   for (int c = blockIdx.y * kThreads + threadIdx.x; c < a.columns; c += gridDim.y * kThreads) {
     float value = NAN;
     if (known) value = a.bits >= 16 ? load_as_float(a.codes, id * a.columns + c, a.table) : dequantized(a, id, c);
-    y[c] = from_float<T>(value);
+    y[c] = from_float<T>(value * a.multiplier);
   }
 }
 

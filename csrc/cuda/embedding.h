@@ -23,6 +23,7 @@ struct EmbeddingArgs {
   int group_size;
   int bits;
   DType table;
+  float multiplier;  // of every value
 };
 
 // An id outside the table gives a row of NaN: ids come from the device, where they cannot be refused.

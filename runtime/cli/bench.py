@@ -17,7 +17,9 @@ HELP = "measure prefill and decode speed"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("-m", "--model", metavar="PATH|HUB_ID", help="model folder or hub id")
-    source.add_argument("--shape", metavar="NAME", help="llama-3-8b, llama-3.2-1b, tinyllama-1.1b or qwen2.5-0.5b")
+    source.add_argument(
+        "--shape", metavar="NAME", help="llama-3-8b, llama-3.2-1b, tinyllama-1.1b, ...; an unknown name lists all"
+    )
     parser.add_argument("--random-weights", action="store_true", help="what --shape uses; needs no checkpoint")
     parser.add_argument("--bits", type=int, choices=(4, 8, 16), default=4, help="weights of --shape")
     parser.add_argument("--group-size", type=int, choices=(-1, 32, 64, 128), default=-1, help="of --shape; -1 per row")

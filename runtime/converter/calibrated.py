@@ -1,12 +1,11 @@
 """Layers quantized with their activations in view, one after another as the conversion asks for their tensors."""
 
-import re
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from nibblelm.converter.calibration import Moments, Read, Walk
+from nibblelm.converter.calibration import Moments, Read, Walk, layer_of
 from nibblelm.converter.plan import Unit
 from nibblelm.converter.source import check_finite
 from nibblelm.errors import ConvertError
@@ -15,14 +14,6 @@ from nibblelm.ops.types import QuantizedWeight
 from nibblelm.quant import awq, gptq
 from nibblelm.quant.affine import pack_zero_point
 from nibblelm.quant.rows import QuantizedRows, weighted_rows
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
-
-
-def layer_of(name: str) -> int | None:
-    """The layer that a tensor belongs to."""
-    found = _LAYER.match(name)
-    return int(found[1]) if found else None
 
 
 class Calibrated:

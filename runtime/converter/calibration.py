@@ -1,6 +1,7 @@
 """The text that calibrated methods see, and the walk of its activations through the layers of a model."""
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -10,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nibblelm import ops
 from nibblelm.config import DecoderConfig
 from nibblelm.errors import ConvertError
+from nibblelm.graph import Value, record
 from nibblelm.kv_cache import KVCache
-from nibblelm.layers import Link, PlanWeights, Step
+from nibblelm.layers import PlanWeights, Step
 from nibblelm.models import family
-from nibblelm.models.llama import Layer, Model
 from nibblelm.ops.types import PackedLinear, Weight
 from nibblelm.tokenizer import load_tokenizer
 from nibblelm.weights import Kind
 
 LENGTH = 512
+_LAYER = re.compile(r".*\blayers\.(\d+)\.")
 SEPARATOR = "<|endoftext|>"
 _DEFAULT = "calibration.txt"
 
@@ -68,20 +69,32 @@ def read_calibration(
     return Calibration(ids.int(), {**facts, "samples": len(ids), "length": ids.shape[1]})
 
 
+def layer_of(name: str) -> int | None:
+    """The layer that a tensor belongs to."""
+    found = _LAYER.match(name)
+    return int(found[1]) if found else None
+
+
 class _Skeleton(PlanWeights):
-    """Vectors and the embedding table as they are, matrices left out; `modules` says which a Linear is made of."""
+    """Vectors and the embedding table as they are; of matrices, in place of data, the modules and the order of rows."""
 
     def __init__(self, read: Read, device: torch.device) -> None:
         super().__init__()
         self.device, self._read = device, read
-        self.modules: dict[int, list[str]] = {}
 
     def matrices(
-        self, modules: Sequence[tuple[str, int]], columns: int, kind: Kind = "linear", pairs: bool = False
+        self,
+        modules: Sequence[tuple[str, int]],
+        columns: int,
+        kind: Kind = "linear",
+        pairs: bool = False,
+        order: Tensor | None = None,
     ) -> list[PackedLinear]:
-        packed = super().matrices(modules, columns, kind, pairs)
-        self.modules[id(packed)] = [name for name, _ in modules]
-        return packed
+        shape, names = (sum(rows for _, rows in modules), columns), [name for name, _ in modules]
+        return [PackedLinear(shape, 32, -1, 0, self.device, (names, order))]
+
+    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
+        return self.matrices([(module, rows)], columns, "head")
 
     def vector(self, name: str, size: int) -> Tensor:
         return self._read(name).float().to(self.device)
@@ -106,14 +119,6 @@ Weigh = Callable[[list[str], Callable[[], Moments]], list[Tensor]]
 """(modules that read one input, moments of that input) -> their matrices, stacked, fp32: one for each stream."""
 
 
-@dataclass
-class _Stream:
-    """Activations of all samples: what the next op reads, and the residual stream, (length, width) each."""
-
-    x: list[Tensor]
-    residual: list[Tensor | None]
-
-
 class Walk:
     """Activations of all samples on their way through the layers, one layer at a time.
 
@@ -124,49 +129,54 @@ class Walk:
     def __init__(
         self, ids: Tensor, raw: dict[str, Any], config: DecoderConfig, read: Read, device: torch.device, streams: int
     ) -> None:
-        self._skeleton = _Skeleton(read, device)
-        model = family(raw).Model(self._skeleton, config, ids.shape[1])
-        if type(model) is not Model:
-            raise ConvertError(f"model_type {config.model_type!r} cannot be calibrated; use method mse")
-        self._layers: list[Layer] = model.layers
-        count = ids.shape[1]
+        model, count = family(raw).Model(_Skeleton(read, device), config, ids.shape[1]), ids.shape[1]
         model.rope.reach(count)
         cache = KVCache(1, 1, config.kv_heads, count, config.head_dim, torch.float32, device)
         cache.keys, cache.values = cache.keys * config.layers, cache.values * config.layers
         positions = torch.arange(count, dtype=torch.int32, device=device)
-        self._step = Step(positions, positions, torch.zeros_like(positions), cache, one_sequence=True)
-        table = model.embedding.table
-        assert isinstance(table, Tensor)
-        x = [table[row.long()].to(device) for row in ids]
-        self._streams = [_Stream(list(x), [None] * len(x)) for _ in range(streams)]
+
+        def forward(ids: Value, positions: Value, slots: Value) -> Value:
+            return model.forward(Step(ids, positions, slots, cache, one_sequence=True))
+
+        self._graph = record(forward, 3, device)
+        # Activations of each stream, and in it of each sample, that a node still reads.
+        self._held = [[self._embedded(row, positions) for row in ids] for _ in range(streams)]
+        self._at = 1
         self.head_dim = config.head_dim
         self.layer = 0
         """The layer that `advance` runs next."""
 
+    def _embedded(self, ids: Tensor, positions: Tensor) -> dict[Value, Tensor]:
+        """The first node, whose table stays on the CPU."""
+        held = dict(zip(self._graph.inputs, (ids, positions, torch.zeros_like(positions)), strict=True))
+        self._graph.run(held, 0, 1)
+        return {value: t.to(positions.device) for value, t in held.items()}
+
     @torch.inference_mode()
     def advance(self, weigh: Weigh) -> None:
         """Run the next layer; `weigh` is asked for the matrices of each projection when its inputs are known."""
-        layer = self._layers[self.layer]
-        for link in (layer.attention.before, layer.attention.after, *layer.mlp.links):
-            for stream in self._streams:
-                if link.norm is not None:
-                    for i, x in enumerate(stream.x):
-                        stream.x[i], stream.residual[i] = link.norm(x, stream.residual[i])
-            weights = weigh(self._skeleton.modules[id(link.linear.packed)], self._moments)
-            for stream, weight in zip(self._streams, weights, strict=True):
-                placed = weight.to(stream.x[0].device)
-                for i, x in enumerate(stream.x):
-                    stream.x[i] = self._apply(layer, link, placed, x)
+        nodes = self._graph.nodes
+        while True:
+            linear = next(i for i in range(self._at, len(nodes)) if nodes[i].op == "linear")
+            node = nodes[linear]
+            modules, order = node.attributes["weight"].data
+            if layer_of(modules[0]) != self.layer:
+                break
+            for stream in self._held:
+                for held in stream:
+                    self._graph.run(held, self._at, linear)
+            x = node.inputs["x"]
+            weights = weigh(modules, lambda x=x: self._moments(x))
+            for stream, weight in zip(self._held, weights, strict=True):
+                placed = (weight if order is None else weight[order.to(weight.device)]).to(self._graph.device)
+                for held in stream:
+                    y = torch.nn.functional.linear(held[x], placed, node.attributes["bias"])
+                    self._graph.put(held, linear, y)
+            self._at = linear + 1
         self.layer += 1
 
-    def _apply(self, layer: Layer, link: Link, weight: Tensor, x: Tensor) -> Tensor:
-        y = torch.nn.functional.linear(x, weight, link.linear.bias)
-        if link.gated:
-            return ops.swiglu(y)
-        return layer.attention(y, self._step) if link is layer.attention.before else y
-
-    def _moments(self) -> Moments:
-        exact, last = self._streams[0].x, self._streams[-1].x
+    def _moments(self, value: Value) -> Moments:
+        exact, last = ([held[value] for held in self._held[i]] for i in (0, -1))
         width, rows = last[0].shape[1], len(last) * len(last[0])
         second, drift = torch.zeros(2, width, width, device=last[0].device)
         magnitude = torch.zeros(width, device=last[0].device)

@@ -13,7 +13,8 @@ from nibblelm.errors import ConvertError
 from nibblelm.quant.schemes import DTYPES, KeepRules, Options
 from nibblelm.weights import TensorSpec
 
-HEAD = "lm_head.weight"
+_HEAD = "lm_head"
+HEAD = f"{_HEAD}.weight"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _stays_tied(checkpoint: Checkpoint, options: Options, rules: KeepRules, tabl
         )
     if options.keep_tied:
         return True
-    return rules.bits("lm_head") == 16 and options.embeddings is None and not options.rotate and not differs
+    return rules.bits(_HEAD) == 16 and options.embeddings is None and not options.rotate and not differs
 
 
 def _same(checkpoint: Checkpoint, first: str, second: str) -> bool:
@@ -108,7 +109,8 @@ def _unit(
     if spec.kind != "vector" and info.dtype not in FLOATS:
         raise ConvertError(f"{source} is {info.dtype}; fp32, bf16 and fp16 weights can be converted")
     scheme = _scheme(spec, options, rules)
-    dtype = options.stored_dtype(info.dtype, matrix=scheme is None and spec.kind != "vector")
+    renamed = spec.kind == "head" and spec.module != _HEAD  # which transformers does not convert to the model's dtype
+    dtype = options.stored_dtype(info.dtype, matrix=scheme is None and spec.kind != "vector" and not renamed)
     return Unit(spec, source, info.dtype, dtype, scheme)
 
 
@@ -119,6 +121,8 @@ def _scheme(spec: TensorSpec, options: Options, rules: KeepRules) -> Scheme | No
     if spec.kind == "embedding":
         return None if options.embeddings is None else options.scheme(options.embeddings, columns)
     kept = rules.bits(spec.module)
+    if kept is None and spec.kind == "head":
+        kept = rules.bits(_HEAD)
     if kept is not None:
         return options.scheme(kept, columns)
     if spec.kind == "head":
@@ -147,16 +151,18 @@ def fallbacks(units: Sequence[Unit], options: Options) -> list[str]:
 
 def output_config(config: dict[str, Any], units: Sequence[Unit], options: Options) -> dict[str, Any]:
     """The source's config.json with quantization_config, the dtype asked for, and untied where a head is written."""
-    schemes = {unit.spec.module: unit.scheme for unit in units if unit.scheme is not None}
-    ignore = [unit.spec.module for unit in units if unit.scheme is None and unit.spec.kind in ("linear", "head")]
+    # transformers has every head as lm_head in memory, also where the file calls it otherwise: both names are listed.
+    named = [(name, u) for u in units for name in dict.fromkeys([u.spec.module, *[_HEAD] * (u.spec.kind == "head")])]
+    schemes = {name: unit.scheme for name, unit in named if unit.scheme is not None}
+    ignore = [name for name, unit in named if unit.scheme is None and unit.spec.kind in ("linear", "head")]
     result = {key: value for key, value in config.items() if key != "quantization_config"}
     if options.dtype != "auto":
         name = str(DTYPES[options.dtype]).removeprefix("torch.")
         result |= {key: name for key in ("dtype", "torch_dtype") if key in result} or {"dtype": name}
     if any(unit.spec.kind == "head" for unit in units):
         result["tie_word_embeddings"] = False
-    elif "lm_head" not in ignore:
-        ignore.append("lm_head")  # it is a Linear module in memory, with the table as its weight
+    elif _HEAD not in ignore:
+        ignore.append(_HEAD)  # it is a Linear module in memory, with the table as its weight
     if schemes:
         result["quantization_config"] = quantization_config(schemes, ignore)
     return result

@@ -11,7 +11,7 @@ from nibblelm.checkpoint import Checkpoint
 from nibblelm.converter.calibrated import Awq, Gptq
 from nibblelm.converter.calibration import Walk, read_calibration
 from nibblelm.converter.plan import Unit
-from nibblelm.converter.rotate import rotated
+from nibblelm.converter.rotate import LLAMA_WIRING, rotated
 from nibblelm.converter.source import whole
 from nibblelm.engine import select_device
 from nibblelm.errors import ConvertError
@@ -47,6 +47,11 @@ class Prepared:
         self.read: list[tuple[str, str]] = []
         self.record: dict[str, Any] | None = None
         self.fingerprint: dict[str, Any] = {}
+        if options.method == "awq" and self._config.model_type not in LLAMA_WIRING:
+            raise ConvertError(
+                f"model_type {self._config.model_type!r}: awq is not supported, only for {', '.join(LLAMA_WIRING)}; "
+                "use gptq"
+            )
         if options.method in CALIBRATED:
             args = (checkpoint.folder, self._config, options.samples, options.seed)
             self._calibration = read_calibration(calibration, *args)

@@ -19,7 +19,8 @@ from nibblelm.quant.rotation import Rotation
 Read = Callable[[str], Tensor]
 """A tensor of the model by its name."""
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LLAMA_WIRING = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose layers are known here by the names of their modules: what may be folded into what."""
 _TABLE, _FINAL = "model.embed_tokens.weight", "model.norm.weight"
 _ATTENTION, _MLP = "input_layernorm.weight", "post_attention_layernorm.weight"
 _READERS = {
@@ -34,9 +35,9 @@ def rotated(read: Read, config: DecoderConfig, seed: int) -> Read:
 
     Raises ConvertError for a family whose wiring is not known here.
     """
-    if config.model_type not in _FAMILIES:
+    if config.model_type not in LLAMA_WIRING:
         raise ConvertError(
-            f"model_type {config.model_type!r} cannot be rotated; {', '.join(_FAMILIES)} can. Convert without rotate"
+            f"model_type {config.model_type!r} cannot be rotated; {', '.join(LLAMA_WIRING)} can. Convert without rotate"
         )
     stream, values = Rotation(config.hidden_size, seed), Rotation(config.head_dim, seed + 1)
 

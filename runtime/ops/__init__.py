@@ -22,10 +22,10 @@ from torch import Tensor
 
 from nibblelm.ops import reference
 from nibblelm.ops.devices import backend
-from nibblelm.ops.types import PAGE, ActivationBits, LinearStep, PackedLinear, QuantizedWeight, SamplingState, Weight
+from nibblelm.ops.sampling_state import SamplingState
+from nibblelm.ops.types import PAGE, ActivationBits, PackedLinear, QuantizedWeight, Weight, scheme
 
-__all__ = ["PAGE", "ActivationBits", "LinearStep", "PackedLinear", "Program", "QuantizedWeight"]
-__all__ += ["SamplingState", "Weight", "backend"]
+__all__ = ["PAGE", "ActivationBits", "PackedLinear", "Program", "QuantizedWeight", "SamplingState", "Weight", "backend"]
 
 
 def _kernels(device: torch.device, op: str) -> ModuleType:
@@ -77,11 +77,18 @@ def to_device(t: Tensor, device: torch.device) -> Tensor:
 def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:
     """Repack weights for `linear`; several parts of one scheme are stacked along N (fused q/k/v, gate/up).
 
-    parts    full (N_i, K) tensors of one dtype, or quantized weights of equal bits, group size, scale dtype, K
+    parts    full (N_i, K) tensors of one dtype, or quantized weights of equal bits, group size, scale dtype, K and form
     pairs    the parts are gate and up of one MLP: a device may interleave their rows (`PackedLinear.pairs`)
     returns  the packed (sum N_i, K) weight on `device`
     """
+    if len({scheme(part) for part in parts}) != 1:
+        raise ValueError(f"parts of one linear must be of one scheme and K, got {[scheme(part) for part in parts]}")
     return backend(device).pack_linear(parts, device, pairs)
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """x + y, (M, N) each of one dtype, rounded once."""
+    return backend(x.device).add(x, y)
 
 
 def linear(
@@ -90,17 +97,20 @@ def linear(
     bias: Tensor | None = None,
     activation_bits: ActivationBits = 24,
     out: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`x @ weight.T + bias`. Source: the affine form in `QuantizedWeight`.
 
     x     (M, K); bias (N,) in fp32, or None; out (M, N), may be a column slice of a wider buffer and may be fp32
-          where x is bf16 (the head's logits)
+          where x is bf16 (the head's logits); without `out` the result is of `dtype`, by default that of x
     activation_bits  for quantized weights: x is rounded per row and part of K to 8-, 16- or 24-bit fixed point (int8
                      digits), then the dot product is exact in int32. 24 is as accurate as an fp32 dot product. CUDA
                      takes 8, else what x holds: 16 bits of bf16, 24 of fp32. Ignored for full weights, which take
                      fp32 products.
     A row's result does not depend on the other rows, nor, with quantized weights or on CUDA, on how many there are.
     """
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
     return backend(x.device).linear(x, weight, bias, activation_bits, out)
 
 
@@ -116,70 +126,15 @@ def rms_norm(
     return backend(x.device).rms_norm(x, weight, eps, residual, plus_one)
 
 
-def norm_linear(
-    x: Tensor,
-    gain: Tensor,
-    eps: float,
-    residual: Tensor | None,
-    weight: PackedLinear,
-    bias: Tensor | None = None,
-    activation_bits: ActivationBits = 24,
-    out: Tensor | None = None,
-    *,
-    plus_one: bool = False,
-    gated: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`rms_norm(x, gain, eps, residual)`, then `linear`, then, if gated, `swiglu`: in one kernel where the device has
-    it, with the same bits.
-
-    x, residual, h (M, K), gain (K,) fp32; returns (y, h): y (M, N) or, gated, (M, N / 2); h = x + residual
-    """
-    if x.device.type == "cuda":
-        together = backend(x.device).norm_linear(
-            x, gain, eps, residual, weight, bias, activation_bits, out, plus_one, gated
-        )
-        if together is not None:
-            return together
-    normed, h = rms_norm(x, gain, eps, residual, plus_one)
-    if not gated:
-        return linear(normed, weight, bias, activation_bits, out), h
-    return swiglu(linear(normed, weight, bias, activation_bits), weight.pairs), h
-
-
-def linear_chain(
-    x: Tensor,
-    residual: Tensor | None,
-    steps: Sequence[LinearStep],
-    activation_bits: ActivationBits = 24,
-) -> tuple[Tensor, Tensor | None]:
-    """Linears one after another, each of what the one before it gives: in one kernel where the device has it, with the
-    same bits.
-
-    x, residual (M, K); returns (the last y, the residual stream after the last step that has a norm)
-    """
-    if x.device.type == "cuda":
-        together = backend(x.device).linear_chain(x, residual, steps, activation_bits)
-        if together is not None:
-            return together
-    for step in steps:
-        if step.gain is None:
-            x = linear(x, step.weight, step.bias, activation_bits)
-        else:
-            x, residual = norm_linear(
-                x, step.gain, step.eps, residual, step.weight, step.bias, activation_bits, gated=step.gated
-            )
-    return x, residual
-
-
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """LayerNorm over the last dimension, with fused residual add (Ba et al. 2016). CPU: through the reference.
+    """LayerNorm over the last dimension, with fused residual add (Ba et al. 2016).
 
     x (M, H), weight (H,) fp32, bias (H,) fp32 or None, residual like x or None;
     returns (norm(h) * weight + bias, h) with h = x + residual (h is x itself without residual)
     """
-    return _kernels(x.device, "layer_norm").layer_norm(x, weight, bias, eps, residual)
+    return backend(x.device).layer_norm(x, weight, bias, eps, residual)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -259,7 +214,7 @@ def attention(
     alibi_slopes (H,) fp32 times (p - positions[m]) and mask[m, p], an fp32 (M, columns) additive mask; positions
     beyond its columns are not attended. prefix_lengths (M,) int32: row m also sees p < prefix_lengths[m] (a
     bidirectional prompt). starts (S,) int32: the first valid position of each slot (left padding). A row that
-    may attend to nothing gives zeros. On the CPU these options go through the reference.
+    may attend to nothing gives zeros. On the CPU all options but softcap go through the reference.
 
     one_sequence  promises that all rows belong to slots[0] at consecutive positions, so that a device may take
                   its tiled prefill kernel; a device may not see whether the promise is kept
@@ -267,46 +222,10 @@ def attention(
     options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
     inputs = (q, k_cache, v_cache, slots, positions, tables, scale, window)
     if q.device.type == "cpu":
-        if softcap == 0.0 and all(option is None for option in options[1:]):
-            return backend(q.device).attention(*inputs)
+        if all(option is None for option in options[1:]):
+            return backend(q.device).attention(*inputs, softcap)
         return backend(q.device).attention_with_options(*inputs, *options)
     return backend(q.device).attention(*inputs, *options, one_sequence)
-
-
-def rope_attention(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    tables: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    scale: float,
-    window: int = 0,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    plus_one: bool = False,
-    interleaved: bool = False,
-    one_sequence: bool = False,
-) -> Tensor:
-    """`rope_append`, then `attention`: (M, H + 2 Hkv, D) -> (M, H * D), with the bits of the two one after the other;
-    in one kernel where a device has it.
-
-    Arguments as in the two. Rows have different slots, or, with one_sequence, are the consecutive positions of
-    slots[0]. qkv is undefined afterwards.
-    """
-    if qkv.device.type == "cuda":
-        return backend(qkv.device).rope_attention(
-            qkv, positions, slots, tables, cos, sin, k_cache, v_cache, scale, window, q_norm, k_norm, eps, plus_one,
-            interleaved, one_sequence,
-        )  # fmt: skip
-    norms = (q_norm, k_norm, eps, plus_one)
-    q = rope_append(qkv, positions, slots, tables, cos, sin, k_cache, v_cache, *norms, interleaved)
-    main = positions if positions.ndim == 1 else positions[0]
-    return attention(q, k_cache, v_cache, slots, main, tables, scale, window)
 
 
 def attention_mask(scores: Tensor, mask: Tensor, value: float = -10000.0) -> Tensor:
@@ -343,23 +262,28 @@ Gelu = Literal["tanh", "erf"]
 
 
 def geglu(gate_up: Tensor, form: Gelu = "tanh") -> Tensor:
-    """gelu(gate) * up on the concatenated projection: (M, 2 I) -> (M, I). CPU: through the reference."""
-    return _kernels(gate_up.device, "geglu").geglu(gate_up, form)
+    """gelu(gate) * up on the concatenated projection: (M, 2 I) -> (M, I)."""
+    return backend(gate_up.device).geglu(gate_up, form)
 
 
 def gelu(x: Tensor, form: Gelu = "tanh") -> Tensor:
-    """GELU of every element of (M, N). CPU: through the reference."""
-    return _kernels(x.device, "gelu").gelu(x, form)
+    """GELU of every element of (M, N)."""
+    return backend(x.device).gelu(x, form)
 
 
 def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x) of every element of (M, N). CPU: through the reference."""
-    return _kernels(x.device, "silu").silu(x)
+    """x * sigmoid(x) of every element of (M, N)."""
+    return backend(x.device).silu(x)
 
 
-def embedding(ids: Tensor, table: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows of a full or quantized (V, H) table: ids (M,) int32 -> (M, H) in `dtype`."""
-    return backend(ids.device).embedding(ids, table, dtype)
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap) of every element of (M, N), cap > 0 (Bello et al. 2016)."""
+    return backend(x.device).softcap(x, cap)
+
+
+def embedding(ids: Tensor, table: Weight, dtype: torch.dtype = torch.float32, multiplier: float = 1.0) -> Tensor:
+    """Rows of a full or quantized (V, H) table, times `multiplier`: ids (M,) int32 -> (M, H) in `dtype`."""
+    return backend(ids.device).embedding(ids, table, dtype, multiplier)
 
 
 def softmax(x: Tensor) -> Tensor:

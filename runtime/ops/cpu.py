@@ -1,71 +1,17 @@
 """CPU side of the op contract: checks what was passed, allocates the result, calls the kernels of `nibblelm._cpu`."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
-from threading import local
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from nibblelm import _cpu
 from nibblelm.ops import reference
+from nibblelm.ops.cpu_program import Program, capture, keep, through_reference  # noqa: F401 (asked for by `ops`)
 from nibblelm.ops.types import PAGE, PackedLinear, QuantizedWeight, Weight
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_thread = local()
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-# ---------------------------------------------------------------------------------------------- programs
-
-
-class Program:
-    """A recorded sequence of kernel calls, and the tensors that they touch.
-
-    Runs of kernels are native programs; between them stand the Python steps of ops that have no kernel.
-    """
-
-    def __init__(self) -> None:
-        self._parts: list[Any] = []  # _cpu.Program, or a callable
-        self._tensors: list[object] = []
-
-    def __len__(self) -> int:
-        return sum(1 if callable(part) else len(part) for part in self._parts)
-
-    def replay(self) -> None:
-        for part in self._parts:
-            part() if callable(part) else part.replay()
-
-    def _begin(self) -> None:
-        part = _cpu.Program()
-        part.begin()  # raises if this thread is recording already
-        self._parts.append(part)
-
-    def _end(self) -> None:
-        if self._parts and not callable(self._parts[-1]):
-            self._parts[-1].end()
-
-
-@contextmanager
-def capture(device: torch.device) -> Iterator[Program]:
-    program = Program()
-    program._begin()
-    _thread.program = program
-    try:
-        yield program
-    finally:
-        program._end()
-        _thread.program = None
-
-
-def _keep(*objects: object) -> None:
-    """Hold what the call just made has recorded by address."""
-    program: Program | None = getattr(_thread, "program", None)
-    if program is not None:
-        program._tensors.extend(objects)
+_ACTIVATIONS = ("silu", "tanh", "erf", "softcap")  # in the order of csrc/cpu/kernels.h
 
 
 def keep_freed_memory() -> None:
@@ -140,17 +86,8 @@ def _quantized_part(weight: QuantizedWeight) -> tuple[int, int, int, int, int]:
     return codes, scale, zero, minimum, n
 
 
-def _scheme(weight: Weight) -> tuple[object, ...]:
-    if isinstance(weight, Tensor):
-        return (weight.dtype, weight.shape[-1])
-    form = (weight.zero_point is None, weight.minimum is None)
-    return (weight.bits, weight.group_size, weight.scale.dtype, weight.shape[1], form)
-
-
 def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:
     del pairs  # swiglu is a kernel of its own
-    if not parts or any(_scheme(part) != _scheme(parts[0]) for part in parts):
-        raise ValueError(f"parts must be of one scheme and K, got {[_scheme(part) for part in parts]}")
     first, n = parts[0], sum(part.shape[0] for part in parts)
     if isinstance(first, QuantizedWeight):
         sources = [_quantized_part(part) for part in parts if isinstance(part, QuantizedWeight)]
@@ -165,11 +102,9 @@ def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = Fal
     return PackedLinear((n, k), 8 * first.element_size(), -1, data.nbytes, device, data)
 
 
-def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor) -> Tensor:
     (n, k), m = weight.shape, x.shape[0]
     x_stride = _rows("x", x, 2, (None, k))
-    if out is None:
-        out = torch.empty(m, n)
     out_stride = _rows("out", out, 2, (m, n))
     bias_at = 0 if bias is None else _flat("bias", bias, (n,), torch.float32)
     if activation_bits not in (8, 16, 24):
@@ -179,7 +114,7 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits
         _cpu.quantized_linear(*addresses, activation_bits // 8)
     else:
         _cpu.full_linear(*addresses)
-    _keep(weight, x, bias, out)
+    keep(weight, x, bias, out)
     return out
 
 
@@ -201,7 +136,7 @@ def _rms_norm_into(
     weight_at = _flat("weight", weight, (width,), torch.float32)
     sizes = (shape[0], heads, width, x_stride, residual_stride, out_stride)
     _cpu.rms_norm(x.data_ptr(), residual_at, weight_at, out.data_ptr(), sum_at, *sizes, eps, plus_one)
-    _keep(x, residual, weight, out, total)
+    keep(x, residual, weight, out, total)
     return total
 
 
@@ -223,18 +158,66 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
         address = x.data_ptr() + i * (width // 2) * 4
         sizes = (m, heads, width, stride, half, capacity)
         _cpu.rope(address, _indices("positions", stream, m), *tables, *sizes, interleaved)
-    _keep(x, positions, cos, sin)
+    keep(x, positions, cos, sin)
     return x
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    stride, (m, both) = _rows("gate_up", gate_up, 2), gate_up.shape
-    if both % 2:
-        raise ValueError(f"gate_up must have an even number of columns, got {_describe(gate_up)}")
-    out = torch.empty(m, both // 2)
-    _cpu.swiglu(gate_up.data_ptr(), out.data_ptr(), m, both // 2, stride)
-    _keep(gate_up, out)
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    x_stride, (m, width) = _rows("x", x, 2), x.shape
+    out, total = torch.empty(m, width), x
+    residual_at, residual_stride, sum_at = 0, 0, 0
+    if residual is not None:
+        residual_stride, total = _rows("residual", residual, 2, (m, width)), torch.empty(m, width)
+        residual_at, sum_at = residual.data_ptr(), total.data_ptr()
+    weight_at = _flat("weight", weight, (width,), torch.float32)
+    bias_at = 0 if bias is None else _flat("bias", bias, (width,), torch.float32)
+    at = (x.data_ptr(), residual_at, weight_at, bias_at, out.data_ptr(), sum_at)
+    _cpu.layer_norm(*at, m, width, x_stride, residual_stride, eps)
+    keep(x, residual, weight, bias, out, total)
+    return out, total
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    strides, (m, width) = (_rows("x", x, 2), _rows("y", y, 2, tuple(x.shape))), x.shape
+    out = torch.empty(m, width)
+    _cpu.add(x.data_ptr(), y.data_ptr(), out.data_ptr(), m, width, *strides)
+    keep(x, y, out)
     return out
+
+
+def _activate(x: Tensor, form: str, gated: bool, cap: float = 0.0) -> Tensor:
+    stride, (m, columns) = _rows("x", x, 2), x.shape
+    if gated and columns % 2:
+        raise ValueError(f"gate_up must have an even number of columns, got {_describe(x)}")
+    if form not in _ACTIVATIONS or (form == "softcap" and not cap > 0):
+        raise ValueError(f"activation {form!r} with cap {cap} is not supported; forms: {list(_ACTIVATIONS)}, cap > 0")
+    width = columns // 2 if gated else columns
+    out = torch.empty(m, width)
+    _cpu.activate(x.data_ptr(), out.data_ptr(), m, width, stride, _ACTIVATIONS.index(form), gated, cap)
+    keep(x, out)
+    return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    return _activate(gate_up, "silu", True)
+
+
+def geglu(gate_up: Tensor, form: str) -> Tensor:
+    return _activate(gate_up, form, True)
+
+
+def gelu(x: Tensor, form: str) -> Tensor:
+    return _activate(x, form, False)
+
+
+def silu(x: Tensor) -> Tensor:
+    return _activate(x, "silu", False)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    return _activate(x, "softcap", False, cap)
 
 
 # ---------------------------------------------------------------------------------------------- attention
@@ -264,7 +247,7 @@ def kv_append(
     strides = _rows("k", k, 3, (m, heads, width)), _rows("v", v, 3, (m, heads, width))
     where = _indices("slots", slots, m), _indices("positions", positions, m)
     _cpu.kv_append(k.data_ptr(), v.data_ptr(), cache, *where, m, *strides)
-    _keep(k, v, k_cache, v_cache, slots, positions, tables)
+    keep(k, v, k_cache, v_cache, slots, positions, tables)
 
 
 def rope_append(
@@ -301,6 +284,7 @@ def attention(
     tables: Tensor,
     scale: float,
     window: int,
+    softcap: float,
 ) -> Tensor:
     cache, kv_heads, width = _cache(k_cache, v_cache, tables)
     stride, (m, heads, _) = _rows("q", q, 3, (None, None, width)), q.shape
@@ -308,20 +292,20 @@ def attention(
         raise ValueError(f"{heads} query heads on {kv_heads} kv heads with window {window} is not possible")
     out = torch.empty(m, heads * width)
     where = _indices("slots", slots, m), _indices("positions", positions, m)
-    _cpu.attention(q.data_ptr(), cache, *where, out.data_ptr(), m, heads, stride, window, scale)
-    _keep(q, k_cache, v_cache, slots, positions, tables, out)
+    _cpu.attention(q.data_ptr(), cache, *where, out.data_ptr(), m, heads, stride, window, scale, softcap)
+    keep(q, k_cache, v_cache, slots, positions, tables, out)
     return out
 
 
 # ---------------------------------------------------------------------------------------------- tables and rows
 
 
-def embedding(ids: Tensor, table: Weight, dtype: torch.dtype) -> Tensor:
+def embedding(ids: Tensor, table: Weight, dtype: torch.dtype, multiplier: float) -> Tensor:
     if dtype != torch.float32:
         raise ValueError(f"activations on the CPU are fp32, got {dtype}")
     m, (rows, width) = ids.numel(), table.shape
     out = torch.empty(m, width)
-    where = _indices("ids", ids, m), out.data_ptr(), m
+    where = _indices("ids", ids, m), out.data_ptr(), m, multiplier
     if isinstance(table, QuantizedWeight):
         scale_type = _dtype_name(table.scale.dtype)
         _cpu.embedding_quantized(*where, _quantized_part(table), width, table.group_size, table.bits, scale_type)
@@ -331,7 +315,7 @@ def embedding(ids: Tensor, table: Weight, dtype: torch.dtype) -> Tensor:
         _cpu.embedding_full(
             *where, _flat("table", table, (rows, width), table.dtype), rows, width, _dtype_name(table.dtype)
         )
-    _keep(ids, table, out)
+    keep(ids, table, out)
     return out
 
 
@@ -340,7 +324,7 @@ def _map_rows(kernel: Callable[[int, int, int, int, int], None], x: Tensor, out:
     if x.shape[1] < 1:
         raise ValueError(f"x must have at least one column, got {_describe(x)}")
     kernel(x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], stride)
-    _keep(x, out)
+    keep(x, out)
     return out
 
 
@@ -359,33 +343,6 @@ def argmax(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- without kernels
 
 
-def _through_reference(compute: Callable[P, R]) -> Callable[P, R]:
-    """An op that is computed in PyTorch, recorded like the others."""
-
-    @wraps(compute)
-    def op(*args: P.args, **kwargs: P.kwargs) -> R:
-        result = compute(*args, **kwargs)
-        program: Program | None = getattr(_thread, "program", None)
-        if program is not None:
-            outputs: tuple[Any, ...] = result if isinstance(result, tuple) else (result,)
-
-            def again() -> None:
-                values = compute(*args, **kwargs)
-                for out, value in zip(outputs, values if isinstance(values, tuple) else (values,), strict=True):
-                    out.copy_(value)
-
-            program._end()
-            program._parts.append(again)
-            program._begin()
-        return result
-
-    return op
-
-
-layer_norm = _through_reference(reference.layer_norm)
-attention_with_options = _through_reference(reference.attention)
-attention_mask = _through_reference(reference.attention_mask)
-alibi_mask = _through_reference(reference.alibi_mask)
-geglu = _through_reference(reference.geglu)
-gelu = _through_reference(reference.gelu)
-silu = _through_reference(reference.silu)
+attention_with_options = through_reference(reference.attention)
+attention_mask = through_reference(reference.attention_mask)
+alibi_mask = through_reference(reference.alibi_mask)

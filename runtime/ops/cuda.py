@@ -4,12 +4,12 @@ from nibblelm.ops.cuda_device import (
     Program,
     available,
     capture,
-    fusion,
     programmatic_launch,
     require,
 )
 from nibblelm.ops.cuda_linear import linear, linear_chain, norm_linear, pack_linear, wgmma
 from nibblelm.ops.cuda_ops import (
+    add,
     alibi_mask,
     argmax,
     attention,
@@ -26,6 +26,7 @@ from nibblelm.ops.cuda_ops import (
     rope_attention,
     sample,
     silu,
+    softcap,
     softmax,
     swiglu,
 )
@@ -33,6 +34,7 @@ from nibblelm.ops.cuda_upload import upload
 
 __all__ = [
     "Program",
+    "add",
     "alibi_mask",
     "argmax",
     "attention",
@@ -40,7 +42,6 @@ __all__ = [
     "available",
     "capture",
     "embedding",
-    "fusion",
     "geglu",
     "gelu",
     "kv_append",
@@ -58,6 +59,7 @@ __all__ = [
     "rope_attention",
     "sample",
     "silu",
+    "softcap",
     "softmax",
     "swiglu",
     "upload",

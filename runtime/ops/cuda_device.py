@@ -20,7 +20,6 @@ except ImportError as error:
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _programmatic: ContextVar[bool | None] = ContextVar("programmatic_launch", default=None)
-_fused: ContextVar[bool] = ContextVar("fusion", default=False)
 
 
 def _obstacle() -> str:
@@ -69,21 +68,6 @@ def programmatic_launch(enabled: bool) -> Iterator[None]:
         _programmatic.reset(token)
 
 
-def fused() -> bool:
-    """Whether ops that stand for several run as one kernel where there is one; their bits are the same."""
-    return _fused.get()
-
-
-@contextmanager
-def fusion(enabled: bool) -> Iterator[None]:
-    """Let the block's ops run as fused kernels, or kernel by kernel."""
-    token = _fused.set(enabled)
-    try:
-        yield
-    finally:
-        _fused.reset(token)
-
-
 class Program:
     """A captured CUDA graph; the tensors that were made while it was recorded live as long as it does."""
 
@@ -100,16 +84,15 @@ class Program:
 
 @contextmanager
 def capture(device: torch.device) -> Iterator[Program]:
-    """Record the block as a CUDA graph on a side stream, of fused kernels with programmatic launches.
+    """Record the block as a CUDA graph on a side stream, with programmatic launches.
 
-    Run the same calls once before, under `fusion(True)`: first use loads kernels.
+    Run the same calls once before: first use loads kernels.
     """
     require()
     program = Program()
     with (
         torch.cuda.device(device),
         programmatic_launch(_programmatic.get() is not False),
-        fusion(True),
         torch.cuda.graph(program.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
     ):
         yield program

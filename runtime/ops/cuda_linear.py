@@ -9,12 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from nibblelm.ops.cuda_device import DTYPES, fused, launch_args, require
+from nibblelm.ops.cuda_device import DTYPES, launch_args, require
 from nibblelm.ops.cuda_device import kernels as _cuda
 from nibblelm.ops.cuda_upload import upload
-from nibblelm.ops.types import LinearStep, PackedLinear, QuantizedWeight, Weight
+from nibblelm.ops.types import ActivationBits, LinearStep, PackedLinear, QuantizedWeight, Weight
 
 _FORMATS = {4: 0, 8: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
+MAX_NORM_COLUMNS = 16384
+"""Of rows that `norm_linear` takes; csrc/cuda/linear.h refuses more too."""
 _MOST_COLUMNS = 1 << 16  # 255 x 127 x 65,536 is the largest sum of codes by digits below 2^31
 _wgmma: ContextVar[bool] = ContextVar("wgmma", default=True)
 
@@ -54,11 +56,7 @@ def _stacked(parts: Sequence[Tensor], pairs: bool, device: torch.device) -> Tens
 def _zeros(parts: Sequence[QuantizedWeight], device: torch.device) -> Tensor:
     """Zero-points of all parts as uint8 (N, G)."""
     bits, groups = parts[0].bits, parts[0].groups
-    per, middle = 32 // bits, -0x77777778 if bits == 4 else -0x7F7F7F80  # 8 or 128 in every place of an int32
-    words = [
-        torch.full((-(-p.shape[0] // per), groups), middle, dtype=torch.int32) if p.zero_point is None else p.zero_point
-        for p in parts
-    ]
+    per, words = 32 // bits, [cast(Tensor, p.zero_point) for p in parts]
     zeros = upload(words, device).view(-1).view(torch.uint8).view(-1, groups, 4).transpose(1, 2)  # little-endian
     if bits == 4:
         zeros = torch.stack([zeros & 15, zeros >> 4], 2)
@@ -74,7 +72,7 @@ def _records(parts: Sequence[QuantizedWeight], pairs: bool, strips: int, groups:
         return t.permute(0, 3, 2, 1).contiguous().view(strips, groups, -1).view(torch.uint8)
 
     fields = [halves([p.scale for p in parts])]
-    if any(p.zero_point is not None for p in parts):
+    if parts[0].zero_point is not None:
         zeros = halves([_zeros(parts, device)])
         fields.append(zeros[..., 0::2] | zeros[..., 1::2] << 4 if parts[0].bits == 4 else zeros)
     minima = [p.minimum for p in parts if p.minimum is not None]
@@ -83,18 +81,10 @@ def _records(parts: Sequence[QuantizedWeight], pairs: bool, strips: int, groups:
     return fields[0] if len(fields) == 1 else torch.cat(fields, -1)
 
 
-def _scheme(part: Weight) -> tuple[object, ...]:
-    if isinstance(part, QuantizedWeight):
-        return part.bits, part.group_size, part.scale.dtype, part.minimum is not None, part.shape[1]
-    return part.dtype, part.shape[1]
-
-
 def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:
     require()
     pairs = pairs and len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].shape[0] % 8 == 0
     first = parts[0]
-    if any(_scheme(p) != _scheme(first) for p in parts):
-        raise ValueError(f"parts of one linear differ in scheme: {[_scheme(p) for p in parts]}")
     n, k = sum(p.shape[0] for p in parts), first.shape[1]
     with torch.cuda.device(device):
         arrivals = torch.zeros(-(-n // 16) + 1, dtype=torch.int32, device=device)
@@ -131,7 +121,7 @@ def _pack_quantized(parts: list[QuantizedWeight], pairs: bool, n: int, k: int, a
         raise ValueError(f"quantized linear with K = {k}; supported: at most {_MOST_COLUMNS}, so that sums fit int32")
     if group not in {-1, 32, 64, 128} or scale_dtype not in DTYPES or k < 1:
         raise ValueError(f"quantized linear with group size {group}, {scale_dtype} scales; supported: -1, 32, 64, 128")
-    device, zero = arrivals.device, any(p.zero_point is not None for p in parts)
+    device, zero = arrivals.device, parts[0].zero_point is not None
 
     def descriptor(values: int, records: int) -> Any:
         group_size = max(group, 0)
@@ -151,28 +141,23 @@ def _pack_quantized(parts: list[QuantizedWeight], pairs: bool, n: int, k: int, a
     return CudaWeight(packed, values, records, arrivals)
 
 
-def _checked_linear(
-    x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor | None
-) -> Tensor:
-    """The place of the result; ValueError where the arguments break the contract."""
+def _check_linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor) -> None:
+    """ValueError where the arguments break the contract."""
     (n, k), rows = weight.shape, x.shape[0]
     if activation_bits == 8 and x.dtype == torch.float32:
         raise ValueError("linear: 8-bit activations are made of bf16 rows on CUDA, not of fp32")
     if x.dim() != 2 or x.shape[1] != k or x.stride(1) != 1 or x.dtype not in {torch.bfloat16, torch.float32}:
         raise ValueError(f"linear: x {tuple(x.shape)} {x.dtype} strides {x.stride()}, want (M, {k}) bf16 or fp32")
-    if out is None:
-        out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    elif out.shape != (rows, n) or out.stride(1) != 1 or out.dtype not in {torch.bfloat16, torch.float32}:
+    if out.shape != (rows, n) or out.stride(1) != 1 or out.dtype not in {torch.bfloat16, torch.float32}:
         raise ValueError(
             f"linear: out {tuple(out.shape)} {out.dtype} strides {out.stride()}, want ({rows}, {n}) bf16 or fp32"
         )
     if bias is not None and (bias.shape != (n,) or bias.dtype != torch.float32 or not bias.is_contiguous()):
         raise ValueError(f"linear: bias {tuple(bias.shape)} {bias.dtype}, want contiguous ({n},) fp32")
-    return out
 
 
-def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor | None) -> Tensor:
-    out = _checked_linear(x, weight, bias, activation_bits, out)
+def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor) -> Tensor:
+    _check_linear(x, weight, bias, activation_bits, out)
     if x.shape[0] > 0:
         _launch([_Call(x, weight, bias, out, activation_bits)])
     return out
@@ -244,29 +229,28 @@ def _norm_call(
     weight: PackedLinear,
     bias: Tensor | None,
     activation_bits: int,
-    out: Tensor | None,
+    dtype: torch.dtype,
     plus_one: bool,
     gated: bool,
-) -> _Call | None:
-    """None where the kernel does not take these arguments."""
+) -> _Call:
     n, k = weight.shape
     rows = [x] if residual is None else [x, residual]
-    fits = all(
+    aligned = all(
         t.shape == (x.shape[0], k) and t.dtype == torch.bfloat16 and t.stride(1) == 1 and t.stride(0) % 8 == 0
         and t.data_ptr() % 16 == 0
         for t in rows
     )  # fmt: skip
-    if not (
-        fused() and fits and x.shape[0] > 0 and k % 8 == 0 and k <= _cuda.MAX_NORM_COLUMNS
-        and gain.data_ptr() % 16 == 0 and (not gated or (weight.pairs and bias is None and out is None))
-    ):  # fmt: skip
-        return None
+    pairs = weight.pairs and bias is None and dtype == x.dtype
+    if not aligned or k % 8 or k > MAX_NORM_COLUMNS or gain.data_ptr() % 16 or (gated and not pairs):
+        raise ValueError(
+            f"norm_linear: x {tuple(x.shape)} {x.dtype} strides {x.stride()}, weight {weight.shape}, gated {gated}; "
+            f"supported: aligned bf16 rows of a multiple of 8 up to {MAX_NORM_COLUMNS} columns, gated pairs, no bias"
+        )
     if gain.shape != (k,) or gain.dtype != torch.float32 or not gain.is_contiguous():
         raise ValueError(f"norm_linear: gain {tuple(gain.shape)} {gain.dtype}, want contiguous ({k},) fp32")
-    if gated:
-        out = torch.empty(x.shape[0], n // 2, dtype=x.dtype, device=x.device)
-    else:
-        out = _checked_linear(x, weight, bias, activation_bits, out)
+    out = torch.empty(x.shape[0], n // 2 if gated else n, dtype=dtype, device=x.device)
+    if not gated:
+        _check_linear(x, weight, bias, activation_bits, out)
     h = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     return _Call(x, weight, bias, out, activation_bits, _Norm(gain, eps, residual, h, plus_one, gated))
 
@@ -275,46 +259,47 @@ def norm_linear(
     x: Tensor,
     gain: Tensor,
     eps: float,
-    residual: Tensor | None,
     weight: PackedLinear,
-    bias: Tensor | None,
-    activation_bits: int,
-    out: Tensor | None,
-    plus_one: bool,
-    gated: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """(y, h) by one kernel, or None where these arguments have none."""
-    call = _norm_call(x, gain, eps, residual, weight, bias, activation_bits, out, plus_one, gated)
-    if call is None or call.norm is None:
-        return None
-    _launch([call])
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation_bits: ActivationBits = 24,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    plus_one: bool = False,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm(x, gain, eps, residual)`, then `linear`, then, if gated, `swiglu` of pairs: their bits, one kernel.
+
+    x, residual, h (M, K) bf16, gain (K,) fp32; returns (y, h): y (M, N) in `dtype` or, gated, (M, N / 2);
+    h = x + residual. ValueError where the kernel does not take the arguments.
+    """
+    call = _norm_call(x, gain, eps, residual, weight, bias, activation_bits, dtype, plus_one, gated)
+    if x.shape[0] > 0:
+        _launch([call])
+    assert call.norm is not None
     return call.out, call.norm.h
 
 
 def linear_chain(
-    x: Tensor, residual: Tensor | None, steps: Sequence[LinearStep], activation_bits: int
-) -> tuple[Tensor, Tensor | None] | None:
-    """(y, residual) by as few kernels as can be, or None where a step has none."""
-    if not (fused() and x.dtype == torch.bfloat16 and x.shape[0] > 0):
-        return None
+    x: Tensor, steps: Sequence[LinearStep], residual: Tensor | None = None, activation_bits: ActivationBits = 24
+) -> tuple[Tensor, Tensor | None]:
+    """`linear` or, with a gain, `norm_linear` one after another, each of what the one before gives: their bits, for
+    one row one kernel, or as few as can be.
+
+    x, residual (M, K) bf16; returns (the last y, the residual stream after the last step that has a norm). ValueError
+    where a kernel does not take the arguments.
+    """
     calls: list[_Call] = []
     for step in steps:
         if step.gain is None:
-            call = _Call(
-                x,
-                step.weight,
-                step.bias,
-                _checked_linear(x, step.weight, step.bias, activation_bits, None),
-                activation_bits,
-            )
+            out = torch.empty(x.shape[0], step.weight.shape[0], dtype=x.dtype, device=x.device)
+            _check_linear(x, step.weight, step.bias, activation_bits, out)
+            calls.append(_Call(x, step.weight, step.bias, out, activation_bits))
         else:
-            found = _norm_call(
-                x, step.gain, step.eps, residual, step.weight, step.bias, activation_bits, None, False, step.gated
-            )
-            if found is None or found.norm is None:
-                return None
-            call, residual = found, found.norm.h
-        calls.append(call)
-        x = call.out
-    _launch(calls)
+            how = (step.weight, step.bias, activation_bits, x.dtype, step.plus_one, step.gated)
+            calls.append(_norm_call(x, step.gain, step.eps, residual, *how))
+            residual = calls[-1].norm.h if calls[-1].norm else None
+        x = calls[-1].out
+    if x.shape[0] > 0:
+        _launch(calls)
     return x, residual

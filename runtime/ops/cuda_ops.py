@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nibblelm.ops.cuda_device import DTYPES, fused, kernels, launch_args
-from nibblelm.ops.types import PAGE, QuantizedWeight, SamplingState, Weight
+from nibblelm.ops.cuda_device import DTYPES, kernels, launch_args
+from nibblelm.ops.sampling_state import SamplingState
+from nibblelm.ops.types import PAGE, QuantizedWeight, Weight
 
-PREFILL_ROWS = 17  # fewer rows of one sequence go to the decode kernel, as a batch of as many sequences does
-_ACTIVATIONS = {"silu": 0, "tanh": 1, "erf": 2}
+_ACTIVATIONS = {"silu": 0, "tanh": 1, "erf": 2, "softcap": 3}
 SOFTMAX_FORMS = {"automatic": 0, "warp": 1, "block": 2, "cluster": 3, "online": 4}
 
 
@@ -219,12 +219,11 @@ def attention(
     mask: Tensor | None,
     one_sequence: bool,
 ) -> Tensor:
-    prefill = one_sequence and q.shape[0] >= PREFILL_ROWS
     options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
     args, out, _workspace = _attention_args(
-        q, k_cache, v_cache, slots, positions, tables, scale, window, options, prefill
+        q, k_cache, v_cache, slots, positions, tables, scale, window, options, one_sequence
     )
-    (kernels.attention_prefill if prefill else kernels.attention_decode)(args, *launch_args())
+    (kernels.attention_prefill if one_sequence else kernels.attention_decode)(args, *launch_args())
     return out
 
 
@@ -238,28 +237,31 @@ def rope_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     scale: float,
-    window: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    plus_one: bool,
-    interleaved: bool,
-    one_sequence: bool,
+    window: int = 0,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    plus_one: bool = False,
+    interleaved: bool = False,
 ) -> Tensor:
-    main = positions if positions.ndim == 1 else positions[0]
-    if fused() and not (one_sequence and qkv.shape[0] > 1):  # rows of one sequence attend to each other's keys
-        q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
-        table = _rope_table(qkv, positions, cos, sin, interleaved)
-        args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, main, tables, scale, window, _PLAIN, False)
-        if cos.shape[0] >= tables.shape[1] * PAGE and kernels.attention_fuses(args, table):
-            normed = _vector(q_norm, q.shape[2]) and _vector(k_norm, q.shape[2])
-            _require(normed, "rope_attention", "norms (D,) fp32", q_norm, k_norm)
-            norms = (_address(q_norm), _address(k_norm), eps, plus_one)
-            kernels.attention_rope(args, table, *norms, *launch_args())
-            return out
-    norms = (q_norm, k_norm, eps, plus_one)
-    q = rope_append(qkv, positions, slots, tables, cos, sin, k_cache, v_cache, *norms, interleaved)
-    return attention(q, k_cache, v_cache, slots, main, tables, scale, window, *_PLAIN, one_sequence)
+    """`rope_append`, then `attention`: (M, H + 2 Hkv, D) -> (M, H * D), with their bits, in one kernel.
+
+    Arguments as in the two; bf16, D 64 or 128, whole heads rotated in halves, cos and sin with a row for every position
+    of a table (else ValueError). Rows have different slots. qkv is undefined afterwards.
+    """
+    q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
+    table = _rope_table(qkv, positions, cos, sin, interleaved)
+    args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, _PLAIN, False)
+    _require(
+        cos.shape[0] >= tables.shape[1] * PAGE and kernels.attention_fuses(args, table)
+        and _vector(q_norm, q.shape[2]) and _vector(k_norm, q.shape[2]),
+        "rope_attention", "bf16 of D 64 or 128, rotated whole in halves, cos of W * PAGE rows or more, norms (D,)",
+        qkv, k_cache, cos, q_norm, k_norm,
+    )  # fmt: skip
+    norms = (_address(q_norm), _address(k_norm), eps, plus_one)
+    kernels.attention_rope(args, table, *norms, *launch_args())
+    return out
 
 
 def _score_planes(op: str, scores: Tensor) -> tuple[int, ...]:
@@ -289,7 +291,7 @@ def alibi_mask(scores: Tensor, slopes: Tensor, value: float) -> Tensor:
 # ---- element-wise, tables, rows ------------------------------------------------------------------------------------
 
 
-def _activate(op: str, x: Tensor, form: str, gated: bool, pairs: bool = False) -> Tensor:
+def _activate(op: str, x: Tensor, form: str, gated: bool, pairs: bool = False, cap: float = 0.0) -> Tensor:
     _require(
         x.ndim == 2 and _rows(x) and form in _ACTIVATIONS and x.shape[1] % (16 if pairs else 2 if gated else 1) == 0,
         op, f"(M, {'2 I' if gated else 'N'}) fp32 or bf16, I in pairs a multiple of 8, forms {sorted(_ACTIVATIONS)}", x,
@@ -297,10 +299,19 @@ def _activate(op: str, x: Tensor, form: str, gated: bool, pairs: bool = False) -
     m, columns = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     y = torch.empty(m, columns, dtype=x.dtype, device=x.device)
     kernels.activate(
-        x.data_ptr(), y.data_ptr(), m, columns, x.stride(0), _ACTIVATIONS[form], gated, pairs,
+        x.data_ptr(), y.data_ptr(), m, columns, x.stride(0), _ACTIVATIONS[form], cap, gated, pairs,
         DTYPES[x.dtype], *launch_args(),
     )  # fmt: skip
     return y
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    same = x.ndim == 2 and x.shape == y.shape and x.dtype == y.dtype
+    _require(same and _rows(x) and _rows(y), "add", "x and y (M, N) of one dtype, fp32 or bf16", x, y)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    strides = (x.stride(0), y.stride(0))
+    kernels.add(x.data_ptr(), y.data_ptr(), out.data_ptr(), *x.shape, *strides, DTYPES[x.dtype], *launch_args())
+    return out
 
 
 def swiglu(gate_up: Tensor, pairs: bool) -> Tensor:
@@ -319,7 +330,12 @@ def silu(x: Tensor) -> Tensor:
     return _activate("silu", x, "silu", False)
 
 
-def embedding(ids: Tensor, table: Weight, dtype: torch.dtype) -> Tensor:
+def softcap(x: Tensor, cap: float) -> Tensor:
+    _require(cap > 0, "softcap", "cap > 0", x)
+    return _activate("softcap", x, "softcap", False, cap=cap)
+
+
+def embedding(ids: Tensor, table: Weight, dtype: torch.dtype, multiplier: float) -> Tensor:
     v, h = table.shape
     _require(ids.ndim == 1 and _vector(ids, ids.shape[0], torch.int32), "embedding", "ids (M,) int32", ids)
     y = torch.empty(ids.shape[0], h, dtype=dtype, device=ids.device)
@@ -336,7 +352,7 @@ def embedding(ids: Tensor, table: Weight, dtype: torch.dtype) -> Tensor:
     )  # fmt: skip
     kernels.embedding(
         ids.data_ptr(), *(_address(t) for t in parts), y.data_ptr(), ids.shape[0], v, h, *layout,
-        DTYPES[dense.dtype], DTYPES[dtype], *launch_args(),
+        DTYPES[dense.dtype], multiplier, DTYPES[dtype], *launch_args(),
     )  # fmt: skip
     return y
 
@@ -380,9 +396,10 @@ def sample(
     )  # fmt: skip
     ids = torch.empty(m, dtype=torch.int32, device=logits.device) if out is None else out
     workspace = torch.empty(m, vocab, dtype=torch.float32, device=logits.device)
-    kernels.sample(
-        logits.data_ptr(), workspace.data_ptr(), ids.data_ptr(),
-        *(_address(t) for t in state.tensors()), _address(positions), _address(host_ids), logits.stride(0), m, vocab,
-        blocks, *launch_args(),
+    args = kernels.SamplingArgs(
+        logits=logits.data_ptr(), workspace=workspace.data_ptr(), ids=ids.data_ptr(), positions=_address(positions),
+        host_ids=_address(host_ids), logits_stride=logits.stride(0), rows=m, vocab=vocab, blocks=blocks,
+        **{name: _address(t) for name, t in state.tensors().items()},
     )  # fmt: skip
+    kernels.sample(args, *launch_args())
     return ids

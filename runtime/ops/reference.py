@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from nibblelm.ops.types import PAGE, QuantizedWeight, SamplingState, Weight
+from nibblelm.ops.sampling_state import SamplingState
+from nibblelm.ops.types import PAGE, QuantizedWeight, Weight
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -137,8 +138,12 @@ def silu(x: Tensor) -> Tensor:
     return torch.nn.functional.silu(x.float()).to(x.dtype)
 
 
-def embedding(ids: Tensor, table: Weight) -> Tensor:
-    return dequantize(table)[ids.long()]
+def softcap(x: Tensor, cap: float) -> Tensor:
+    return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
+
+
+def embedding(ids: Tensor, table: Weight, multiplier: float = 1.0) -> Tensor:
+    return dequantize(table)[ids.long()] * multiplier
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -240,6 +245,7 @@ __all__ = [
     "rope",
     "sample",
     "silu",
+    "softcap",
     "softmax",
     "swiglu",
     "unpack_codes",

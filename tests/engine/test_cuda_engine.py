@@ -61,6 +61,14 @@ def test_same_tokens_as_the_cpu(name: str, request: pytest.FixtureRequest) -> No
     print(f"{name}: bf16 follows the CPU for at least {first} of {len(want)} tokens")
     assert got[:first] == want[:first]
 
+    # and wherever they part, decode is as near to the CPU's logits as prefill is, in the mean of all positions
+    with torch.inference_mode():
+        rough.runner.prefill(ids)
+        steps = torch.cat([rough.runner.decode([token], [0]).clone() for token in want]).cpu()
+    error_of = [((logits - exact[len(ids) :]).norm(dim=-1)).mean() for logits in (steps, half[len(ids) :])]
+    print(f"{name}: mean error of bf16 logits by decode {error_of[0]:.2e}, by prefill {error_of[1]:.2e}")
+    assert 0 < error_of[0] <= 1.5 * error_of[1]
+
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_graph_batch_and_stream_change_nothing(demo: Path, dtype: str) -> None:

@@ -44,6 +44,44 @@ CONFIGS: dict[str, dict] = {
         mlp_bias=True,
         rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0),
     ),
+    "gpt_neox": dict(
+        hidden_size=96,
+        intermediate_size=172,
+        num_attention_heads=3,
+    ),
+    "gpt_neox-sequential": dict(
+        hidden_size=80,
+        intermediate_size=320,
+        num_attention_heads=4,
+        hidden_act="gelu_new",
+        use_parallel_residual=False,
+        attention_bias=False,
+        rope_parameters=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5),
+    ),
+    "gemma2": dict(
+        hidden_size=96,
+        intermediate_size=172,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=20,
+        sliding_window=13,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=2.0,
+    ),
+    "gemma2-untied": dict(
+        hidden_size=64,
+        intermediate_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=80,
+        attention_bias=True,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=5,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        tie_word_embeddings=False,
+    ),
     "mistral": dict(
         hidden_size=128,
         intermediate_size=208,
@@ -80,6 +118,15 @@ CONFIGS: dict[str, dict] = {
 }
 
 
+MIXED = (r".*\.k_proj=8", r".*layers\.0\.mlp\.up_proj=16")
+MIXED_BY_FAMILY = {"gpt_neox": (r"attention\.dense=8", r"layers\.0\.mlp\.dense_h_to_4h=16")}
+
+
+def mixed(name: str) -> dict:
+    """Options of a conversion with 4, 8 and 16 bits in one layer."""
+    return dict(bits=4, group_size=32, keep=MIXED_BY_FAMILY.get(name.partition("-")[0], MIXED))
+
+
 def save_random(name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """Save a random checkpoint of a variant with `save_pretrained`; biases and norms are not trivial."""
     torch.manual_seed(seed)
@@ -105,7 +152,7 @@ def load_reference(source: Path, quantized: Path | None = None) -> PreTrainedMod
     """The source model in float32, its weights those of `quantized`, if given, unpacked by the format's library."""
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
     if quantized is not None:
-        state = unpacked(quantized)
+        state = {key.replace("embed_out.", "lm_head."): value for key, value in unpacked(quantized).items()}
         if "lm_head.weight" in state and model.config.tie_word_embeddings:
             model.config.tie_word_embeddings = False
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())

@@ -9,7 +9,7 @@ import torch
 from nibblelm import LLM, convert, ops
 
 sys.path.insert(0, str(Path(__file__).parent))
-from oracle import CONFIGS, load_reference, relative_error, save_random
+from oracle import CONFIGS, load_reference, mixed, relative_error, save_random
 
 USABLE, REASON = ops.cuda_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]
@@ -20,7 +20,7 @@ FORMATS: dict[str, dict | None] = {
     "int4-row": dict(bits=4, group_size=-1),
     "int4-g32": dict(bits=4, group_size=32),
     "int4-g128": dict(bits=4, group_size=128),
-    "mixed": dict(bits=4, group_size=32, keep=(r".*\.k_proj=8", r".*layers\.0\.mlp\.up_proj=16")),
+    "mixed": {},
 }
 PROMPT = torch.randint(0, 331, (70,), generator=torch.Generator().manual_seed(7)).tolist()
 
@@ -33,7 +33,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("scheme", FORMATS)
 def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     name, folder = source
-    options, quantized = FORMATS[scheme], folder
+    options, quantized = mixed(name) if scheme == "mixed" else FORMATS[scheme], folder
     if options is not None:
         quantized = tmp_path / "quantized"
         convert(folder, quantized, **options)

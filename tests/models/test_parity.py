@@ -10,7 +10,7 @@ from nibblelm import LLM, convert
 from nibblelm.models import families
 
 sys.path.insert(0, str(Path(__file__).parent))
-from oracle import CONFIGS, load_reference, relative_error, save_random
+from oracle import CONFIGS, load_reference, mixed, relative_error, save_random
 
 FORMATS = {
     "fp32": None,
@@ -19,7 +19,7 @@ FORMATS = {
     "int4-g32": dict(bits=4, group_size=32),
     "int4-g128": dict(bits=4, group_size=128),
     "int4-g32-symmetric-tied": dict(bits=4, group_size=32, symmetric=True, keep_tied=True),
-    "mixed": dict(bits=4, group_size=32, keep=(r".*\.k_proj=8", r".*layers\.0\.mlp\.up_proj=16")),
+    "mixed": {},
 }
 PROMPT = torch.randint(0, 331, (70,), generator=torch.Generator().manual_seed(7)).tolist()
 
@@ -39,9 +39,9 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, save_random(request.param, tmp_path_factory.mktemp(request.param) / "source")
 
 
-def make(source: Path, scheme: str, folder: Path) -> Path:
+def make(source: Path, name: str, scheme: str, folder: Path) -> Path:
     """The folder of a format; a scheme of None is the unquantized source itself."""
-    options = FORMATS[scheme]
+    options = mixed(name) if scheme == "mixed" else FORMATS[scheme]
     if options is None:
         return source
     convert(source, folder, **options)
@@ -51,7 +51,7 @@ def make(source: Path, scheme: str, folder: Path) -> Path:
 @pytest.mark.parametrize("scheme", FORMATS)
 def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     name, folder = source
-    quantized = make(folder, scheme, tmp_path / "quantized")
+    quantized = make(folder, name, scheme, tmp_path / "quantized")
     with torch.inference_mode():
         want = load_reference(folder, None if quantized == folder else quantized)(torch.tensor([PROMPT])).logits[0]
     llm = LLM(quantized, device="cpu", dtype="fp32")
@@ -77,7 +77,7 @@ def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["int8", "int4-row", "int4-g32", "int4-g128"])
 def test_rounded_activations(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     name, folder = source
-    quantized = make(folder, scheme, tmp_path / "quantized")
+    quantized = make(folder, name, scheme, tmp_path / "quantized")
     reference = load_reference(folder, quantized)
     with torch.inference_mode():
         want = reference(torch.tensor([PROMPT])).logits[0]

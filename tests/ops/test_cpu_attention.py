@@ -32,14 +32,15 @@ def int32(values: list[int]) -> Tensor:
 
 
 def oracle(
-    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, scale: float, window: int
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, scale: float, window: int, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Float64 attention, and the same with |v|: what errors are held against."""
     shared, out, magnitude = q.shape[1] // k.shape[1], [], []
     for row, slot, position in zip(q.double(), slots.tolist(), positions.tolist(), strict=True):
         first = max(0, position + 1 - window) if window else 0
         seen_k, seen_v = (t[slot, :, first : position + 1].double().repeat_interleave(shared, 0) for t in (k, v))
-        weights = torch.softmax(torch.einsum("hd,hpd->hp", row, seen_k) * scale, -1)
+        scores = torch.einsum("hd,hpd->hp", row, seen_k) * scale
+        weights = torch.softmax(softcap * torch.tanh(scores / softcap) if softcap else scores, -1)
         out.append(torch.einsum("hp,hpd->hd", weights, seen_v).flatten())
         magnitude.append(torch.einsum("hp,hpd->hd", weights, seen_v.abs()).flatten())
     return torch.stack(out), torch.stack(magnitude)
@@ -53,17 +54,21 @@ def attention(
     positions: Tensor,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
     seed: int | None = 0,
 ) -> Tensor:
     """The op on the pages of caches in positions."""
     tables = table_of(k.shape[0], k.shape[2], seed=seed)
-    return ops.attention(q, paged(k, tables), paged(v, tables), slots, positions, tables, scale, window)
+    places = (paged(k, tables), paged(v, tables), slots, positions, tables)
+    return ops.attention(q, *places, scale, window, softcap=softcap)
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, window: int = 0) -> Tensor:
+def check(
+    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, window: int = 0, softcap: float = 0.0
+) -> Tensor:
     scale = q.shape[2] ** -0.5
-    got = attention(q, k, v, slots, positions, scale, window)
-    want, magnitude = oracle(q, k, v, slots, positions, scale, window)
+    got = attention(q, k, v, slots, positions, scale, window, softcap)
+    want, magnitude = oracle(q, k, v, slots, positions, scale, window, softcap)
     # Scores of up to about 10 are rounded to 2^-24 of themselves a few times; that becomes relative in the weights.
     assert ((got - want).abs() <= 4e-6 * magnitude).all(), ((got - want).abs() / magnitude).max()
     return got
@@ -87,6 +92,15 @@ def test_prefill(isa: str, heads: tuple[int, int], window: int) -> None:
     k, v = cache(1, heads[1], 200, 64, 150, FP32)
     q = torch.randn(110, heads[0], 64)
     check(q, k, v, torch.zeros(110, dtype=torch.int32), torch.arange(40, 150, dtype=torch.int32), window)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_softcap(isa: str, softcap: float) -> None:
+    """Prompts, and one token of several slots, some of them beyond a split."""
+    k, v = cache(2, 2, 1100, 24, 1050, FP32)
+    positions = torch.arange(40, 70, dtype=torch.int32)
+    check(torch.randn(30, 4, 24) * 3, k, v, torch.zeros(30, dtype=torch.int32), positions, 20, softcap)
+    check(torch.randn(3, 4, 24) * 3, k, v, int32([0, 1, 0]), int32([0, 700, 1049]), 0, softcap)
 
 
 def test_more_heads_share_keys_than_are_taken_at_once() -> None:

@@ -1,4 +1,4 @@
-"""CPU norms, rope, swiglu, embedding, softmax, log_softmax and argmax against float64."""
+"""CPU norms, add, rope, activations, embedding, softmax, log_softmax and argmax against float64."""
 
 import sys
 from collections.abc import Callable
@@ -112,6 +112,90 @@ def test_swiglu(isa: str, width: int) -> None:
     close(got, want, want.abs() + 1e-34, 8)
 
 
+@pytest.mark.parametrize("width", SIZES)
+def test_layer_norm(isa: str, width: int) -> None:
+    x, residual, weight, bias = torch.randn(5, width) + 3, torch.randn(5, width), torch.randn(width), torch.randn(width)
+    for added in (None, residual):
+        for offset in (None, bias):
+            got, total = ops.layer_norm(x, weight, offset, 1e-5, added)
+            h = x if added is None else x + added
+            centred = h.double() - h.double().mean(-1, keepdim=True)
+            factor = 1 / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+            want = centred * factor + (0 if offset is None else offset.double())
+            # The mean is off by roundings of the largest element, and so is what it is taken from.
+            magnitude = h.double().abs().amax(-1, keepdim=True) * factor.abs() + want.abs()
+            close(got, want, magnitude * (1 + 0.1 * width**0.5), 6)
+            assert torch.equal(total, h)
+            assert (total is x) == (added is None)
+
+
+@pytest.mark.parametrize("width", SIZES)
+def test_add(isa: str, width: int) -> None:
+    x, y = torch.randn(5, width), torch.randn(5, 2 * width)[:, :width]
+    assert torch.equal(ops.add(x, y), x + y)
+
+
+def cdf(x: Tensor) -> Tensor:
+    return torch.special.ndtr(x)
+
+
+def tanh_cdf(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+FORMS: dict[ops.Gelu, Callable[[Tensor], Tensor]] = {"erf": cdf, "tanh": tanh_cdf}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("width", SIZES)
+def test_gelu_and_geglu(isa: str, width: int, form: ops.Gelu) -> None:
+    """The distribution function is good to 2.5e-7: half of the approximation's 1.5e-7 and of four roundings of a sum of
+    terms up to 1.45."""
+    x = torch.randn(4, 2 * width) * 4
+    x[0, 0], x[1, 0], x[2, 0], x[3, 0] = 80.0, -80.0, torch.nan, 0.0
+    gate, up = x.double().chunk(2, -1)
+    for got, want, magnitude in (
+        (ops.gelu(x, form), x.double() * FORMS[form](x.double()), x.double().abs()),
+        (ops.geglu(x, form), gate * FORMS[form](gate) * up, (gate * up).abs()),
+    ):
+        assert got[2, 0].isnan()
+        got[2, 0] = want[2, 0] = magnitude[2, 0] = 0
+        assert ((got.double() - want).abs() <= 2.5e-7 * magnitude + 1e-37).all()
+
+
+@pytest.mark.parametrize("width", SIZES)
+def test_silu_and_softcap(isa: str, width: int) -> None:
+    x = torch.randn(4, width) * 4
+    x[0, 0], x[1, 0] = 1e30, -1e30
+    close(
+        ops.silu(x), x.double() * torch.sigmoid(x.double()), (x.double() * torch.sigmoid(x.double())).abs() + 1e-30, 8
+    )
+    for cap in (0.5, 30.0):
+        want = cap * torch.tanh(x.double() / cap)
+        assert ((ops.softcap(x, cap).double() - want).abs() <= 2e-7 * cap).all()
+
+
+def test_rows_of_activations_do_not_depend_on_each_other(isa: str) -> None:
+    """Widths that are no multiple of a vector: nothing is computed across the end of a row."""
+    x, weight, bias = torch.randn(7, 2 * 173), torch.randn(346), torch.randn(346)
+    computations: list[Callable[[Tensor], Tensor]] = [
+        lambda x: ops.gelu(x, "erf"),
+        lambda x: ops.geglu(x, "tanh"),
+        lambda x: ops.softcap(x, 3.0),
+        lambda x: ops.layer_norm(x, weight, bias, 1e-5)[0],
+    ]
+    for compute in computations:
+        assert torch.equal(compute(x), torch.cat([compute(row) for row in x.split(1)]))
+
+
+@pytest.mark.parametrize("multiplier", [59.86652, 0.5])
+def test_embedding_times_a_number(isa: str, make_weight: Callable[..., QuantizedWeight], multiplier: float) -> None:
+    ids = torch.tensor([32, 0, 5, 5], dtype=torch.int32)
+    for table in (torch.randn(33, 37).bfloat16(), make_weight(33, 37, 4, -1)):
+        want = reference.dequantize(table)[ids.long()] * torch.tensor(multiplier)
+        assert torch.equal(ops.embedding(ids, table, multiplier=multiplier), want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [1, 17, 64, 172])
 def test_embedding_of_full_tables(isa: str, dtype: torch.dtype, width: int) -> None:
@@ -197,7 +281,11 @@ def test_instruction_sets_agree_bit_for_bit(each_isa: Callable[[Callable[[], Ten
     x, weight = torch.randn(3, 4098) * 5, torch.randn(4098)
     computations: list[Callable[[], Tensor]] = [
         lambda: ops.rms_norm(x, weight, 1e-5)[0],
+        lambda: ops.layer_norm(x, weight, None, 1e-5)[0],
         lambda: ops.swiglu(x),
+        lambda: ops.geglu(x, "tanh"),
+        lambda: ops.gelu(x, "erf"),
+        lambda: ops.softcap(x, 3.0),
         lambda: ops.softmax(x),
         lambda: ops.log_softmax(x),
     ]
@@ -209,6 +297,10 @@ def test_instruction_sets_agree_bit_for_bit(each_isa: Callable[[Callable[[], Ten
 def test_broken_contracts_are_refused() -> None:
     with pytest.raises(ValueError, match="even number"):
         ops.swiglu(torch.randn(2, 7))
+    with pytest.raises(ValueError, match=r"cap 0.* is not supported"):
+        ops.softcap(torch.randn(2, 7), 0.0)
+    with pytest.raises(ValueError, match="y must be"):
+        ops.add(torch.randn(2, 7), torch.randn(2, 8))
     with pytest.raises(ValueError, match="weight must be"):
         ops.rms_norm(torch.randn(2, 8), torch.randn(7), 1e-5)
     with pytest.raises(ValueError, match="do not fit"):

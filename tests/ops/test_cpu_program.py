@@ -28,40 +28,38 @@ def test_replay_equals_the_ops_themselves(make_weight: Callable[..., QuantizedWe
     tables = torch.tensor([[1]], dtype=torch.int32)
     ids, positions, slots = (torch.zeros(1, dtype=torch.int32) for _ in range(3))
 
-    def step(caches: list[torch.Tensor], together: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(caches: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         x = ops.embedding(ids, table)
         h, _ = ops.rms_norm(x, norm, 1e-5)
         qkv = ops.linear(h, qkv_weight, None, 8).view(1, 8, 16)
-        if together:
-            y = ops.rope_attention(qkv, positions, slots, tables, cos, sin, *caches, 0.25)
-        else:
-            q = ops.rope_append(qkv, positions, slots, tables, cos, sin, *caches)
-            y = ops.attention(q, *caches, slots, positions, tables, 0.25)
+        q = ops.rope_append(qkv, positions, slots, tables, cos, sin, *caches)
+        y = ops.attention(q, *caches, slots, positions, tables, 0.25)
         x = ops.linear(y, head)
         return ops.softmax(x), ops.argmax(x)
 
     with ops.capture(CPU) as program:
-        results = step(caches[:2], True)
+        results = step(caches[:2])
     garbage = [torch.full((1, n), 1e9) for n in (64, 128, 331) for _ in range(20)]  # would land in freed memory
     for position, token, page in ((0, 3, 1), (1, 19, 1), (0, 0, 2), (1, 7, 2), (2, 3, 1)):
         ids[0], positions[0], tables[0, 0] = token, position, page
         program.replay()
-        expected = step(caches[2:], False)
+        expected = step(caches[2:])
         assert all(torch.equal(got, want) for got, want in zip(results, expected, strict=True))
     assert torch.equal(caches[0], caches[2])
     assert len(garbage) == 60
 
 
 def test_ops_without_a_kernel_are_recorded_too() -> None:
-    x, weight = torch.randn(3, 8), torch.randn(8)
+    x, slopes = torch.randn(1, 2, 3, 8), torch.tensor([0.5, 0.25])
     with ops.capture(CPU) as program:
-        before = ops.softmax(x)
-        middle, _ = ops.layer_norm(before, weight, None, 1e-5)
-        after = ops.softmax(ops.gelu(middle))
+        before = ops.softmax(x.view(6, 8))
+        middle = ops.alibi_mask(before.view(1, 2, 3, 8), slopes)
+        after = ops.softmax(middle.view(6, 8))
     x.normal_()
     program.replay()
-    assert len(program) == 4
-    assert torch.equal(after, ops.softmax(ops.gelu(ops.layer_norm(ops.softmax(x), weight, None, 1e-5)[0])))
+    assert len(program) == 3
+    want = ops.softmax(ops.alibi_mask(ops.softmax(x.view(6, 8)).view(1, 2, 3, 8), slopes).view(6, 8))
+    assert torch.equal(after, want)
 
 
 def test_capture_is_not_nested_and_survives_exceptions() -> None:

@@ -201,7 +201,7 @@ def test_rows_that_see_nothing_give_zeros() -> None:
 
 @pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP32)])
 def test_rows_do_not_depend_on_each_other(d: int, dtype: torch.dtype) -> None:
-    """Bit for bit: a decode batch equals its rows alone, a prefill chunk equals the same rows in two chunks."""
+    """Bit for bit: a decode batch equals its rows alone, a prefill chunk equals the same rows in chunks of any size."""
     c = make(9, 8, 2, d, 2100, dtype, slots=9)
     c["slots"] = torch.randperm(9, device=DEVICE).int()
     c["positions"] = torch.tensor([0, 5, 100, 255, 256, 900, 1700, 2098, 2099], dtype=torch.int32, device=DEVICE)
@@ -211,7 +211,7 @@ def test_rows_do_not_depend_on_each_other(d: int, dtype: torch.dtype) -> None:
         assert torch.equal(whole[m : m + 1], ops.attention(**(c | row)))
     c = make(300, 4, 2, d, 420, dtype)
     whole = ops.attention(**c, one_sequence=True)
-    for first, last in ((0, 77), (77, 300)):
+    for first, last in ((0, 77), (77, 78), (78, 94), (94, 300)):
         rows = {name: c[name][first:last] for name in ("q", "slots", "positions")}
         assert torch.equal(whole[first:last], ops.attention(**(c | rows), one_sequence=True))
 

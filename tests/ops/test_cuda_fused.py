@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.ops import PackedLinear, QuantizedWeight, cuda
-from nibblelm.ops.types import Weight
+from nibblelm.ops.types import LinearStep, Weight
 
 USABLE, REASON = cuda.available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -43,6 +43,30 @@ def rows(m: int, k: int, seed: int) -> Tensor:
     return x.bfloat16().to(DEVICE)
 
 
+def norm_linear_by_parts(
+    x: Tensor,
+    gain: Tensor,
+    residual: Tensor | None,
+    weight: PackedLinear,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    plus_one: bool = False,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    normed, h = ops.rms_norm(x, gain, EPS, residual, plus_one)
+    y = ops.linear(normed, weight, bias, dtype=dtype)
+    return (ops.swiglu(y, weight.pairs) if gated else y), h
+
+
+def chain_by_parts(x: Tensor, residual: Tensor | None, steps: list[LinearStep]) -> tuple[Tensor, Tensor | None]:
+    for s in steps:
+        if s.gain is None:
+            x = ops.linear(x, s.weight, s.bias)
+        else:
+            x, residual = norm_linear_by_parts(x, s.gain, residual, s.weight, s.bias, x.dtype, s.plus_one, s.gated)
+    return x, residual
+
+
 def _divides(kind: tuple[int, int | torch.dtype], k: int) -> bool:
     return isinstance(kind[1], torch.dtype) or kind[1] == -1 or k % kind[1] == 0
 
@@ -60,35 +84,29 @@ def test_norm_linear_has_the_bits_of_its_parts(kind: tuple[int, int | torch.dtyp
     for m in (1, 2, 5, 8, 9, 16, 17, 70):
         x, residual = rows(m, k, m), rows(m, k, m + 100)
         for added, plus_one in ((residual, False), (None, True)):
-
-            def call(added: Tensor | None = added, plus_one: bool = plus_one, x: Tensor = x) -> tuple[Tensor, Tensor]:
-                return ops.norm_linear(x, gain, EPS, added, weight, bias, plus_one=plus_one, gated=gated)
-
-            want = call()
-            with cuda.fusion(True):
-                assert cuda.norm_linear(x, gain, EPS, added, weight, bias, 24, None, plus_one, gated) is not None
-                got = call()
+            want = norm_linear_by_parts(x, gain, added, weight, bias, plus_one=plus_one, gated=gated)
+            got = cuda.norm_linear(x, gain, EPS, weight, added, bias, plus_one=plus_one, gated=gated)
             assert want[0].isfinite().all()
             assert torch.equal(got[0], want[0])
             assert torch.equal(got[1], want[1])
             assert torch.equal(want[1], x if added is None else (x.float() + added.float()).bfloat16())
 
 
-def chain_steps(kind: tuple[int, int | torch.dtype], hidden: int, inner: int, heads: int) -> list[ops.LinearStep]:
+def chain_steps(kind: tuple[int, int | torch.dtype], hidden: int, inner: int, heads: int) -> list[LinearStep]:
     """What stands between two attentions: o, gate/up, down, q/k/v."""
     gain = [(torch.rand(hidden, generator=torch.Generator().manual_seed(i)) + 0.5).to(DEVICE) for i in range(2)]
     bias = torch.randn(heads + 64, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     return [
-        ops.LinearStep(packed(hidden, heads, kind, False, 1)),
-        ops.LinearStep(packed(2 * inner, hidden, kind, True, 2), None, gain[0], EPS, gated=True),
-        ops.LinearStep(packed(hidden, inner, kind, False, 3)),
-        ops.LinearStep(packed(heads + 64, hidden, kind, False, 4), bias, gain[1], EPS),
+        LinearStep(packed(hidden, heads, kind, False, 1)),
+        LinearStep(packed(2 * inner, hidden, kind, True, 2), None, gain[0], EPS, gated=True),
+        LinearStep(packed(hidden, inner, kind, False, 3)),
+        LinearStep(packed(heads + 64, hidden, kind, False, 4), bias, gain[1], EPS),
     ]
 
 
-def chain_kernels(x: Tensor, residual: Tensor, steps: list[ops.LinearStep]) -> int:
+def chain_kernels(x: Tensor, residual: Tensor, steps: list[LinearStep]) -> int:
     with cuda.capture(DEVICE) as program:
-        ops.linear_chain(x, residual, steps)
+        cuda.linear_chain(x, steps, residual)
     return len(program)
 
 
@@ -110,14 +128,12 @@ def test_chain_has_the_bits_of_its_steps(kind: tuple[int, int | torch.dtype], si
     steps = chain_steps(kind, *sizes)
     for m in (1, 3, 40):
         x, residual = rows(m, sizes[2], m), rows(m, sizes[0], m + 100)
-        want = ops.linear_chain(x, residual, steps)
+        want = chain_by_parts(x, residual, steps)
         assert want[0].isfinite().all()
-        with cuda.fusion(True):
-            assert cuda.linear_chain(x, residual, steps, 24) is not None
-            for _ in range(10 if m == 1 else 1):
-                got = ops.linear_chain(x, residual, steps)
-                assert torch.equal(got[0], want[0])
-                assert torch.equal(got[1], want[1])
+        for _ in range(10 if m == 1 else 1):
+            got = cuda.linear_chain(x, steps, residual)
+            assert torch.equal(got[0], want[0])
+            assert torch.equal(got[1], want[1])
         if m == 1:
             assert chain_kernels(x, residual, steps) == 1
 
@@ -126,9 +142,8 @@ def test_a_chain_of_different_formats_is_cut_where_they_change() -> None:
     steps = chain_steps((4, -1), 512, 1024, 512)
     steps[2:] = chain_steps((8, -1), 512, 1024, 512)[2:]
     x, residual = rows(1, 512, 1), rows(1, 512, 2)
-    want = ops.linear_chain(x, residual, steps)
-    with cuda.fusion(True):
-        got = ops.linear_chain(x, residual, steps)
+    want = chain_by_parts(x, residual, steps)
+    got = cuda.linear_chain(x, steps, residual)
     assert torch.equal(got[0], want[0])
     assert chain_kernels(x, residual, steps) == 2
 
@@ -137,15 +152,14 @@ def test_chains_on_two_streams_do_not_wait_for_each_other() -> None:
     chains = [chain_steps((4, -1), 2048, 8192, 2048) for _ in range(2)]
     x, residual = rows(1, 2048, 1), rows(1, 2048, 2)
     streams = [torch.cuda.Stream() for _ in chains]
-    with cuda.fusion(True):
-        want = ops.linear_chain(x, residual, chains[0])
-        torch.cuda.synchronize()
-        results = []
-        for _ in range(200):
-            for stream, steps in zip(streams, chains, strict=True):
-                with torch.cuda.stream(stream):
-                    results.append(ops.linear_chain(x, residual, steps)[0])
-        torch.cuda.synchronize()
+    want = cuda.linear_chain(x, chains[0], residual)
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(200):
+        for stream, steps in zip(streams, chains, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(cuda.linear_chain(x, steps, residual)[0])
+    torch.cuda.synchronize()
     assert all(torch.equal(got, want[0]) for got in results)
 
 
@@ -153,24 +167,22 @@ def test_strided_rows_and_fp32_logits() -> None:
     weight = packed(320, 896, (8, -1), pairs=False)
     gain, wide = torch.ones(896, device=DEVICE), rows(4, 1024, 1)
     x, residual = wide[:, 64:960], rows(4, 896, 2)
-    results = []
-    for enabled in (False, True):
-        out = torch.full((4, 320), float("nan"), device=DEVICE)
-        with cuda.fusion(enabled):
-            assert ops.norm_linear(x, gain, EPS, residual, weight, None, 24, out)[0] is out
-        results.append(out)
-    assert torch.equal(*results)
+    got = cuda.norm_linear(x, gain, EPS, weight, residual, dtype=torch.float32)
+    want = norm_linear_by_parts(x, gain, residual, weight, dtype=torch.float32)
+    assert got[0].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_what_is_not_fused_goes_through_the_parts() -> None:
-    """fp32 and misaligned rows have no fused kernel."""
+def test_what_has_no_kernel_is_refused() -> None:
+    """fp32 rows, rows of a width that is no multiple of 8, a gate with a bias, a gate and its up apart."""
     weight, gain = packed(64, 172, (8, -1), pairs=True), torch.ones(172, device=DEVICE)
-    with cuda.fusion(True):
-        for x in (rows(2, 172, 1).float(), rows(2, 172, 1), rows(40, 172, 1)):
-            assert cuda.norm_linear(x, gain, EPS, None, weight, None, 24, None, False, True) is None
-            y, h = ops.norm_linear(x, gain, EPS, None, weight, gated=True)
-            assert y.shape == (x.shape[0], 32)
-            assert h is x
+    for x in (rows(2, 172, 1).float(), rows(2, 172, 1), rows(40, 172, 1)):
+        with pytest.raises(ValueError, match=r"norm_linear: x \(.*172\).*multiple of 8"):
+            cuda.norm_linear(x, gain, EPS, weight, gated=True)
+    gain, x = torch.ones(176, device=DEVICE), rows(2, 176, 1)
+    for pairs, bias in ((True, torch.zeros(64, device=DEVICE)), (False, None)):
+        with pytest.raises(ValueError, match="gated pairs, no bias"):
+            cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), pairs), None, bias, gated=True)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -202,8 +214,7 @@ def test_parts_that_do_not_pair_stay_apart() -> None:
 def test_small_fused_case(kind: tuple[int, int | torch.dtype], m: int) -> None:
     weight, gain = packed(48, 128, kind, pairs=True), torch.ones(128, device=DEVICE)
     x, residual = rows(m, 128, 1), rows(m, 128, 2)
-    want = ops.norm_linear(x, gain, EPS, residual, weight, gated=True)
-    with cuda.fusion(True):
-        got = ops.norm_linear(x, gain, EPS, residual, weight, gated=True)
+    want = norm_linear_by_parts(x, gain, residual, weight, gated=True)
+    got = cuda.norm_linear(x, gain, EPS, weight, residual, gated=True)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])

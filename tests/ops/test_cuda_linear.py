@@ -99,10 +99,7 @@ class TestQuantized:
             assert error(got[row], want[row]) <= rounding, row
 
     def test_stacked_parts(self) -> None:
-        parts = [
-            quantized(n, 172, 4, 32, form, torch.float16, n)
-            for n, form in ((7, "zero"), (33, "symmetric"), (1, "zero"))
-        ]
+        parts = [quantized(n, 172, 4, 32, "zero", torch.float16, n) for n in (7, 33, 1)]
         packed = ops.pack_linear([weight for weight, _ in parts], DEVICE)
         x = activations(3, 172, torch.float32)
         assert error(ops.linear(x, packed), x.double().cpu() @ torch.cat([t for _, t in parts]).T) <= FP32_ERROR

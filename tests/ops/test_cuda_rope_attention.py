@@ -10,7 +10,6 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.ops import cuda
-from nibblelm.ops.cuda_device import fusion
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kv_pages import PAGE, paged, positions_of, table_of
@@ -54,11 +53,17 @@ def make_projection(
     return c | {"cos": angles.cos().float(), "sin": angles.sin().float()}
 
 
-def run_rope_attention(c: dict[str, Any], fused: bool, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def by_parts(c: dict[str, Any], window: int = 0, **norms: Any) -> Tensor:
+    """rope_append, then attention."""
+    q = ops.rope_append(**{name: value for name, value in c.items() if name != "scale"}, **norms)
+    main = c["positions"] if c["positions"].ndim == 1 else c["positions"][0]
+    return ops.attention(q, c["k_cache"], c["v_cache"], c["slots"], main, c["tables"], c["scale"], window)
+
+
+def run_rope_attention(c: dict[str, Any], together: bool, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The result and the caches, on copies of what is written."""
     copies = {name: c[name].clone() for name in ("qkv", "k_cache", "v_cache")}
-    with fusion(fused):
-        out = ops.rope_attention(**(c | copies), **options)
+    out = cuda.rope_attention(**(c | copies), **options) if together else by_parts(c | copies, **options)
     return out, copies["k_cache"], copies["v_cache"]
 
 
@@ -80,13 +85,18 @@ def oracle(
     return torch.stack(out), torch.stack(magnitude)
 
 
-def check_rope_attention(c: dict[str, Any], **options: Any) -> Tensor:
-    """Fused and not: the same bits, caches included; and float64 attention of what rope_append made."""
-    fused, apart = run_rope_attention(c, True, **options), run_rope_attention(c, False, **options)
-    for got, want in zip(fused, apart, strict=True):
-        assert same(got, want)
+def check_rope_attention(c: dict[str, Any], together: bool = True, **options: Any) -> Tensor:
+    """Fused and not: the same bits, caches included; and float64 attention of what rope_append made. `together` False:
+    the fused kernel refuses, and the parts alone are compared."""
+    apart = fused = run_rope_attention(c, False, **options)
+    if together:
+        fused = run_rope_attention(c, True, **options)
+        for got, want in zip(fused, apart, strict=True):
+            assert same(got, want)
+    else:
+        with pytest.raises(ValueError, match=r"rope_attention|attention: got|rope: got"):
+            run_rope_attention(c, True, **options)
     window = options.pop("window", 0)
-    options.pop("one_sequence", None)
     caches = {name: c[name].clone() for name in ("k_cache", "v_cache")}
     places = [c[name] for name in ("positions", "slots", "tables", "cos", "sin")]
     q = ops.rope_append(c["qkv"].clone(), *places, *caches.values(), **options)
@@ -169,23 +179,12 @@ def test_leaves_idle_rows_and_full_slots_alone() -> None:
 @pytest.mark.parametrize(("d", "dtype"), [(96, BF16), (256, BF16), (64, FP32)])
 def test_without_a_fused_kernel(d: int, dtype: torch.dtype) -> None:
     c = make_projection([1, 100], 4, 2, d, dtype, capacity=200)
-    check_rope_attention(c)
-    check_rope_attention(c, interleaved=True)
+    check_rope_attention(c, together=False)
+    check_rope_attention(c, together=False, interleaved=True)
     half = {name: c[name][:, : d // 4].contiguous() for name in ("cos", "sin")}
-    check_rope_attention(c | half)
-    check_rope_attention(c | half | {"positions": torch.stack((c["positions"], c["positions"] // 2))})
-
-
-def test_of_one_sequence() -> None:
-    """Rows that attend to each other's keys."""
-    for m in (1, 5, 40):
-        c = make_projection([m + 60] * m, 4, 2, 128, capacity=300)
-        c["slots"].fill_(2)
-        c["positions"] = torch.arange(60, 60 + m, dtype=torch.int32, device=DEVICE)
-        c["k_cache"].normal_()
-        c["v_cache"].normal_()
-        fused, apart = run_rope_attention(c, True, one_sequence=True), run_rope_attention(c, False, one_sequence=True)
-        assert all(same(a, b) for a, b in zip(fused, apart, strict=True))
+    check_rope_attention(c | half, together=False)
+    two = torch.stack((c["positions"], c["positions"] // 2))
+    check_rope_attention(c | half | {"positions": two}, together=False)
 
 
 @pytest.mark.parametrize("window", [0, 45, 777])
@@ -204,11 +203,10 @@ def test_pages_may_be_anywhere(d: int, window: int) -> None:
 def test_pages_are_read_at_replay() -> None:
     """Between replays of one program the rows get other pages, with what the old ones had."""
     c = make_projection([64, 1, 300, 2047], 8, 2, 128, capacity=2100)
-    with fusion(True):
-        ops.rope_attention(**(c | {"qkv": c["qkv"].clone()}))
-        with ops.capture(DEVICE) as program:
-            x = c["qkv"].clone()
-            got = ops.rope_attention(**(c | {"qkv": x}))
+    cuda.rope_attention(**(c | {"qkv": c["qkv"].clone()}))
+    with ops.capture(DEVICE) as program:
+        x = c["qkv"].clone()
+        got = cuda.rope_attention(**(c | {"qkv": x}))
     before = {name: c[name].clone() for name in ("k_cache", "v_cache", "tables")}
     want = run_rope_attention(c, False)[0]
     for seed in (1, 2, 3):
@@ -229,16 +227,14 @@ def test_in_a_graph() -> None:
     caches = [[c[name].clone() for name in ("k_cache", "v_cache")] for _ in range(4)]
     positions = c["positions"].clone()
 
-    def step(x: Tensor, where: Tensor, layer: list[Tensor]) -> Tensor:
-        places = {"positions": where, "k_cache": layer[0], "v_cache": layer[1]}
-        return ops.rope_attention(**(c | {"qkv": x} | places))
+    def at(x: Tensor, where: Tensor, layer: list[Tensor]) -> dict[str, Any]:
+        return c | {"qkv": x, "positions": where, "k_cache": layer[0], "v_cache": layer[1]}
 
-    apart = [step(x.clone(), positions + i // 2, caches[i % 2]) for i, x in enumerate(inputs)]
-    with fusion(True):
-        step(inputs[0].clone(), positions, caches[2])  # the first call loads the kernel
-        torch.cuda.synchronize()
-        with ops.capture(DEVICE) as program:
-            fused = [step(x, positions + i // 2, caches[2 + i % 2]) for i, x in enumerate(inputs)]
+    apart = [by_parts(at(x.clone(), positions + i // 2, caches[i % 2])) for i, x in enumerate(inputs)]
+    cuda.rope_attention(**at(inputs[0].clone(), positions, caches[2]))  # the first call loads the kernel
+    torch.cuda.synchronize()
+    with ops.capture(DEVICE) as program:
+        fused = [cuda.rope_attention(**at(x, positions + i // 2, caches[2 + i % 2])) for i, x in enumerate(inputs)]
     for _ in range(20):
         program.replay()
     assert all(same(a, b) for a, b in zip(fused, apart, strict=True))
@@ -254,17 +250,16 @@ def test_sees_positions_that_change_just_before() -> None:
     qkv = [torch.randn_like(c["qkv"], dtype=FP32).to(BF16) for _ in range(steps)]
     caches = [[c[name].nan_to_num(0.5) for name in ("k_cache", "v_cache")] for _ in range(2)]
 
-    def run(caches: list[Tensor]) -> list[Tensor]:
+    def run(caches: list[Tensor], together: bool = True) -> list[Tensor]:
         results = []
         for x in qkv:
             ops.sample(logits, state, positions=positions)
             places = {"qkv": x.clone(), "positions": positions, "k_cache": caches[0], "v_cache": caches[1]}
-            results.append(ops.rope_attention(**(c | places)))
+            results.append(cuda.rope_attention(**(c | places)) if together else by_parts(c | places))
         return results
 
-    want = run(caches[0])
-    with fusion(True):
-        run([t.clone() for t in caches[1]])
+    want = run(caches[0], together=False)
+    run([t.clone() for t in caches[1]])
     with ops.capture(DEVICE) as program:
         got = run(caches[1])
     for _ in range(3):

@@ -118,12 +118,24 @@ def test_activations(columns: int, dtype: torch.dtype) -> None:
             (ops.silu(x), functional.silu(whole), whole),
             (ops.gelu(x, "tanh"), functional.gelu(whole, approximate="tanh"), whole),
             (ops.gelu(x, "erf"), functional.gelu(whole), whole),
+            (ops.softcap(x, 3.0), 3 * torch.tanh(whole / 3), whole),
         ):  # 1 + tanh and 1 + erf cancel for negative x: the error is relative to x, not to the result
             bound = ROUNDING[dtype] * want.abs() + ROUNDING[FP32] * (size.abs() + 1)
             assert ((got.double() - want).abs() <= bound).all()
     extreme = torch.tensor([[-1e4, 1e4, -100.0, 0.0]], device=DEVICE)
     assert ops.silu(extreme).isfinite().all()
     assert ops.gelu(extreme).isfinite().all()
+    assert ops.softcap(extreme, 30.0).tolist()[0][:2] == [-30.0, 30.0]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("columns", [1, 3, 172, 4096])
+def test_add(columns: int, dtype: torch.dtype) -> None:
+    """Rounded once, as torch rounds it; rows that are not aligned too."""
+    for m in (1, 17):
+        x, y = normal(m, columns, dtype=dtype), normal(m, columns + 3, dtype=dtype)[:, 3:]
+        assert torch.equal(ops.add(x, y), x + y)
 
 
 @pytest.mark.sanitize
@@ -134,6 +146,7 @@ def test_embedding(table_dtype: torch.dtype, out: torch.dtype) -> None:
     ids = torch.tensor([0, 330, 5, 5], dtype=torch.int32, device=DEVICE)
     full = normal(v, h, dtype=table_dtype)
     assert torch.equal(ops.embedding(ids, full, out), full[ids.long()].to(out))
+    assert torch.equal(ops.embedding(ids, full, out, 59.86652), (full[ids.long()].float() * 59.86652).to(out))
     g = torch.Generator().manual_seed(0)
     for bits in (4, 8):
         for group, form in ((-1, "zero"), (4, "zero"), (-1, "symmetric"), (43, "minimum")):

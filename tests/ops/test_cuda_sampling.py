@@ -6,8 +6,7 @@ from scipy import stats
 from torch import Tensor
 
 from nibblelm import ops
-from nibblelm.ops import cuda, cuda_ops, reference
-from nibblelm.ops.types import SamplingState
+from nibblelm.ops import SamplingState, cuda, cuda_ops, reference
 
 USABLE, REASON = cuda.available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -175,7 +174,8 @@ def test_rows_graph_and_unusable_logits() -> None:
         got.append(ids.clone())
     assert torch.equal(torch.stack(got), want)
     alone = state_of(9, 0, DEVICE, {"temperature": 0.8, "top_p": 0.95})
-    single = SamplingState(*[None if t is None else t[4:5].clone() for t in alone.tensors()])  # type: ignore[arg-type]
+    fields = {name: None if t is None else t[4:5].clone() for name, t in alone.tensors().items()}
+    single = SamplingState(**fields)  # type: ignore[arg-type]
     assert [int(ops.sample(logits[4:5], single)) for _ in range(5)] == want[:, 4].tolist()
     logits[2] = -torch.inf
     logits[3] = torch.nan

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from nibblelm import ops, sampler
-from nibblelm.ops import reference
-from nibblelm.ops.types import SamplingState
+from nibblelm.ops import SamplingState, reference
 
 sys.path.insert(0, str(Path(__file__).parent))
 from kv_pages import paged, positions_of, table_of

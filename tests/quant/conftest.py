@@ -12,6 +12,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": dict(hidden_size=64, intermediate_size=172, num_attention_heads=8, num_key_value_heads=4),
     "mistral": dict(hidden_size=128, intermediate_size=208, num_attention_heads=4, num_key_value_heads=2),
     "qwen2": dict(hidden_size=96, intermediate_size=160, num_attention_heads=3, num_key_value_heads=1),
+    "gpt_neox": dict(hidden_size=96, intermediate_size=160, num_attention_heads=3),
+    "gemma2": dict(
+        hidden_size=96,
+        intermediate_size=160,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=5,
+    ),
     "qwen3": dict(hidden_size=128, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2, head_dim=80),
 }
 

@@ -33,7 +33,7 @@ def source(save, tmp_path):
     """`source(family, **config)`: a random checkpoint with a byte-level tokenizer, and the text beside it."""
 
     def make(family, dtype=torch.bfloat16, **changes):
-        folder = save(family, dtype, **FAMILIES[family] | changes)
+        folder = save(family, dtype, **FAMILIES.get(family, {}) | changes)
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
@@ -151,6 +151,27 @@ def test_folders_open_and_run(family, options, source, tmp_path):
     record = json.loads((out / "nibblelm.json").read_text())
     assert record["method"] == options["method"]
     assert record["calibration"] | {"file": "text.txt", "samples": 4} == record["calibration"]
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma2"])
+def test_gptq_walks_any_wiring(family, source, tmp_path):
+    """With activations in view the logits come nearer to the source's than with the weights alone."""
+    folder = source(family, torch.float32)
+    options = dict(bits=4, group_size=-1, keep=["lm_head=16", "layers=4"])
+    convert(folder, tmp_path / "plain", **options)
+    convert(folder, tmp_path / "gptq", method="gptq", calibration=tmp_path / "text.txt", samples=8, **options)
+    ids = LLM(folder).encode(TEXT[:400])
+    want, plain, found = (LLM(f, dtype="fp32").logits(ids) for f in (folder, tmp_path / "plain", tmp_path / "gptq"))
+    assert (found - want).norm() < 0.8 * (plain - want).norm()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "gptq", dtype="auto", attn_implementation="eager").eval()
+    with torch.no_grad():
+        theirs = model(torch.tensor([ids])).logits[0]
+    assert (found - theirs).norm() / theirs.norm() < 2e-4
+
+
+def test_awq_refuses_wiring_it_does_not_know(source, tmp_path):
+    with pytest.raises(ConvertError, match=r"gemma2.*awq is not supported.*use gptq"):
+        convert(source("gemma2"), tmp_path / "out", method="awq", calibration=tmp_path / "text.txt")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

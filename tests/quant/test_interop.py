@@ -32,11 +32,22 @@ MODELS = [
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for tied in (False, True)
 ]
+# The variants that name no module of Llama's; the head of gpt_neox is never tied.
+OTHER_MODELS = [
+    (family, dtype, tied, variant)
+    for family, dtype, tied in (
+        ("gpt_neox", torch.bfloat16, False),
+        ("gpt_neox", torch.float32, False),
+        ("gemma2", torch.bfloat16, True),
+        ("gemma2", torch.float32, False),
+    )
+    for variant in ("int4", "int8", "int4-64-symmetric", "mixed-head", "full-head", "sharded")
+]
 
 
 def check_opens_exactly(source, folder, dtype):
     """transformers' weights equal ours bit for bit, and what is not quantized equals the source,
-    tables of an fp32 source in bf16."""
+    tables of an fp32 source in bf16. In its memory every head is called lm_head."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager").eval()
     assert model.dtype == dtype
     ids = torch.arange(1, 8).unsqueeze(0)
@@ -44,22 +55,23 @@ def check_opens_exactly(source, folder, dtype):
         logits = model(ids).logits  # the library unpacks the weights at the first forward pass
     state = model.state_dict()
     checkpoint = open_checkpoint(folder)
-    quantized = checkpoint.modules_quantized
+    quantized = {module.replace("embed_out", "lm_head"): module for module in checkpoint.modules_quantized}
     assert quantized
-    for module in quantized:
-        ours = dequantize(checkpoint.weight(module)).to(dtype)
+    for module, stored in quantized.items():
+        ours = dequantize(checkpoint.weight(stored)).to(dtype)
         assert torch.equal(state[f"{module}.weight"], ours), module
     original = AutoModelForCausalLM.from_pretrained(source, dtype="auto", attn_implementation="eager").eval()
     for name, value in original.state_dict().items():
         if name.removesuffix(".weight") not in quantized:
-            if value.dim() == 2:
+            renamed = name == "lm_head.weight" and "embed_out.weight" in checkpoint
+            if value.dim() == 2 and not renamed:
                 value.copy_(value if dtype == torch.float16 else value.bfloat16())  # in the model too
             assert torch.equal(state[name], value), name
     if model.config.tie_word_embeddings != original.config.tie_word_embeddings:
         original.lm_head.weight = torch.nn.Parameter(original.lm_head.weight.detach().clone())
     with torch.no_grad():
-        for module in quantized:
-            original.get_submodule(module).weight.copy_(dequantize(checkpoint.weight(module)))
+        for module, stored in quantized.items():
+            original.get_submodule(module).weight.copy_(dequantize(checkpoint.weight(stored)))
         assert torch.equal(original(ids).logits, logits)
 
 
@@ -78,6 +90,13 @@ def test_every_family_and_dtype_opens(family, dtype, tied, save, tmp_path):
     variant = VARIANTS[names[MODELS.index((family, dtype, tied)) % len(names)]]
     source = save(family, dtype, tie_word_embeddings=tied)
     convert(source, tmp_path / "out", **variant)
+    check_opens_exactly(source, tmp_path / "out", dtype)
+
+
+@pytest.mark.parametrize(("family", "dtype", "tied", "variant"), OTHER_MODELS)
+def test_families_with_wiring_of_their_own_open(family, dtype, tied, variant, save, tmp_path):
+    source = save(family, dtype, tie_word_embeddings=tied)
+    convert(source, tmp_path / "out", **VARIANTS[variant])
     check_opens_exactly(source, tmp_path / "out", dtype)
 
 

@@ -1,0 +1,232 @@
+"""Which kernels a step runs on each device, and that the rules that choose them change no bit."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nibblelm import ops
+from nibblelm.graph import Graph, Value, fused, record
+from nibblelm.kv_cache import KVCache
+from nibblelm.layers import Step
+from nibblelm.models import families, family
+from nibblelm.ops.types import ActivationBits, PackedLinear, Weight
+from nibblelm.random_weights import RandomWeights
+from nibblelm.runner import Runner
+
+META, CUDA, CPU = (torch.device(name) for name in ("meta", "cuda", "cpu"))
+BF16 = torch.bfloat16
+USABLE, REASON = ops.cuda_available()
+
+
+class ShapesOnly:
+    """Weights without data: what rules look at. `mixed` modules do not stack with their neighbours."""
+
+    device, dtype = META, BF16
+    activation_bits: ActivationBits = 16
+
+    def __init__(self, dtype: torch.dtype = BF16, mixed: str = "none") -> None:
+        self.dtype, self.mixed = dtype, mixed
+
+    def matrices(
+        self,
+        modules: Sequence[tuple[str, int]],
+        columns: int,
+        kind: str = "linear",
+        pairs: bool = False,
+        order: Tensor | None = None,
+    ) -> list[PackedLinear]:
+        if any(self.mixed in name for name, _ in modules):
+            return [PackedLinear((rows, columns), 4, -1, 0, CUDA, name) for name, rows in modules]
+        shape, names = (sum(rows for _, rows in modules), columns), [name for name, _ in modules]
+        return [PackedLinear(shape, 4, -1, 0, CUDA, names, pairs)]
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return torch.empty(size, device=META)
+
+    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
+        return torch.empty(rows, columns, device=META)
+
+    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
+        return self.matrices([(module, rows)], columns)
+
+
+def raw_config(model_type: str, **changes: Any) -> dict[str, Any]:
+    sizes = dict(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, vocab_size=331, max_position_embeddings=512,
+    )  # fmt: skip
+    if model_type == "gpt_neox":  # whose heads are always a part of the hidden state, with keys and values of their own
+        sizes["hidden_size"] = 4 * changes.pop("head_dim", sizes.pop("head_dim"))
+        del sizes["num_key_value_heads"]
+    if model_type == "gemma2":
+        sizes["sliding_window"] = 13
+    return {"model_type": model_type, **sizes, **changes}
+
+
+def step_of(raw: dict[str, Any], weights: Any, one_sequence: bool = False, last_row: bool = False) -> Graph:
+    """The nodes of a step on CUDA, as recorded."""
+    module = family(raw)
+    config = module.read_config(raw)
+    model = module.Model(weights, config, 512)
+    cache = KVCache(config.layers, 4, config.kv_heads, 512, config.head_dim, weights.dtype, META)
+
+    def forward(ids: Value, positions: Value, slots: Value) -> Value:
+        step = Step(ids, positions, slots, cache, one_sequence)
+        return model.forward(step, slice(-1, None) if last_row else slice(None))
+
+    return record(forward, 3, CUDA)
+
+
+def names(graph: Graph) -> list[str]:
+    """The ops in their order; of a chain its modules, with their norm and swiglu."""
+
+    def step(weight: PackedLinear, gain: Tensor | None, gated: bool) -> str:
+        last = "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in weight.data)
+        return ("norm+" if gain is not None else "") + last + ("+swiglu" if gated else "")
+
+    found = []
+    for node in graph.nodes:
+        a = node.attributes
+        if node.op == "linear_chain":
+            found.append(" > ".join(step(s.weight, s.gain, s.gated) for s in a["steps"]))
+        elif node.op in {"linear", "norm_linear"}:
+            found.append(step(a["weight"], a.get("gain"), a.get("gated", False)))
+        elif node.op != "heads":
+            found.append(node.op)
+    return found
+
+
+BETWEEN = "o > norm+gate/up+swiglu > down"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_decode_step_runs_one_kernel_between_attentions(model_type: str) -> None:
+    """The launches that the recorded speed was measured with."""
+    assert names(fused(step_of(raw_config(model_type), ShapesOnly()))) == [
+        "embedding", "norm+q/k/v", "rope_attention", f"{BETWEEN} > norm+q/k/v", "rope_attention",
+        f"{BETWEEN} > norm+q/k/v", "rope_attention", BETWEEN, "norm+lm_head",
+    ]  # fmt: skip
+
+
+def test_parallel_blocks_and_norms_on_both_sides() -> None:
+    """Both norms of a GPT-NeoX layer read one sum; Gemma 2's second norm stands between a linear and the sum."""
+    dense = ["rope_append", "attention", "dense", "layer_norm", "dense_h_to_4h", "gelu", "dense_4h_to_h", "add"]
+    assert names(fused(step_of(raw_config("gpt_neox", num_hidden_layers=2), ShapesOnly()))) == [
+        "embedding", *(2 * ["layer_norm", "query_key_value", *dense]), "layer_norm", "embed_out"
+    ]  # fmt: skip
+    layer = ["rope_append", "attention", "o", "rms_norm", "norm+gate/up", "geglu", "down", "rms_norm"]
+    assert names(fused(step_of(raw_config("gemma2", num_hidden_layers=2), ShapesOnly()))) == [
+        "embedding", "norm+q/k/v", *layer, "norm+q/k/v", *layer, "norm+lm_head", "softcap"
+    ]  # fmt: skip
+
+
+def test_a_prompt_runs_the_same_but_for_attention() -> None:
+    got = names(fused(step_of(raw_config("llama", num_hidden_layers=1), ShapesOnly(), True, last_row=True)))
+    expected = ["embedding", "norm+q/k/v", "rope_append", "attention", BETWEEN, "rows", "rows", "norm+lm_head"]
+    assert got == expected
+
+
+APART = ["o", "rms_norm", "gate/up", "swiglu", "down", "rms_norm", "lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "expected"),
+    [
+        (dict(head_dim=80), ShapesOnly(), ["norm+q/k/v", "rope_append", "attention", BETWEEN, "norm+lm_head"]),
+        (dict(head_dim=256), ShapesOnly(), ["norm+q/k/v", "rope_append", "attention", BETWEEN, "norm+lm_head"]),
+        (dict(hidden_size=260), ShapesOnly(), ["rms_norm", "q/k/v", "rope_attention", *APART]),
+        (dict(hidden_size=16392), ShapesOnly(), ["rms_norm", "q/k/v", "rope_attention", *APART]),
+        (
+            dict(mlp_bias=True),
+            ShapesOnly(),
+            ["norm+q/k/v", "rope_attention", "o > norm+gate/up", "swiglu", "down", "norm+lm_head"],
+        ),
+        (
+            {},
+            ShapesOnly(mixed="gate_proj"),
+            ["norm+q/k/v", "rope_attention", "o", "rms_norm", "linears", "swiglu", "down", "norm+lm_head"],
+        ),
+        ({}, ShapesOnly(torch.float32), ["rms_norm", "q/k/v", "rope_append", "attention", *APART]),
+    ],
+    ids=["head 80", "head 256", "odd width", "wide", "bias", "mixed", "fp32"],
+)
+def test_what_no_kernel_takes_runs_node_by_node(changes: dict, weights: ShapesOnly, expected: list[str]) -> None:
+    raw = raw_config("llama", num_hidden_layers=1, **changes)
+    assert names(fused(step_of(raw, weights))) == ["embedding", *expected]
+
+
+def test_a_value_that_somebody_else_reads_is_kept() -> None:
+    """Norms that read one sum, and a linear's result that is read twice: neither is lost in a kernel."""
+    weights = ShapesOnly()
+    (square,), gain = weights.matrices([("square", 256)], 256), weights.vector("gain", 256)
+
+    def forward(x: Value) -> Value:
+        x = x.embedding(torch.empty(331, 256, device=META), BF16)
+        total = x + x.linear([square], None, 16)
+        y = total.rms_norm(gain, 1e-6).linear([square], None, 16)
+        normed = total.rms_norm(gain, 1e-5)
+        return (normed + normed.linear([square], None, 16)) + (y + y.linear([square], None, 16))
+
+    graph = fused(record(forward, 1, CUDA))
+    assert names(graph) == ["embedding", "square > norm+square", "rms_norm", "square", "add", "square", "add", "add"]
+    held = set(graph.inputs)
+    for node in graph.nodes:
+        assert set(node.inputs.values()) <= held, f"{node.op} reads what no node before it gives"
+        held |= set(node.outputs)
+    assert graph.output in held
+
+
+def test_what_differs_in_shape_is_not_added() -> None:
+    with pytest.raises(ValueError, match=r"add: widths 64 and 0"):
+        record(lambda ids: ids.embedding(torch.empty(8, 64), BF16) + ids, 1, CPU)
+
+
+class LivelyWeights(RandomWeights):
+    """With norms that are not trivial."""
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return super().vector("bias", size) * 3 + ("norm" in name)
+
+
+DEVICES = [
+    pytest.param(CPU, torch.float32, id="cpu"),
+    pytest.param(CUDA, BF16, id="cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]),
+    pytest.param(
+        CUDA, torch.float32, id="cuda-fp32", marks=[pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype"), DEVICES)
+@pytest.mark.parametrize("bits", [4, 16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("model_type", families())
+@torch.inference_mode()
+def test_rules_change_no_bit(
+    model_type: str, head_dim: int, bits: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    raw, module = raw_config(model_type, head_dim=head_dim), family({"model_type": model_type})
+    if device == CPU and head_dim in (96, 128):
+        pytest.skip("a CPU kernel takes any head size; these are CUDA's")
+    config = module.read_config(raw)
+    weights = LivelyWeights(device, dtype, 24 if dtype == torch.float32 else 16, bits, -1)
+    model = module.Model(weights, config, 64)
+    plain, ruled = (Runner(model, device, dtype, 64, graph) for graph in (False, True))
+    for runner in (plain, ruled):
+        runner.reserve(40)
+    ids = torch.randint(0, 331, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    for m in (1, 3, 8, 16, 17, 40):
+        for every_row in (True, False):
+            got = ruled.prefill(ids[:m], 0, every_row=every_row)
+            assert torch.equal(got, plain.prefill(ids[:m], 0, every_row=every_row)), f"prompt of {m}"
+            assert got.isfinite().all()
+        for slot in range(1, m):
+            for runner in (plain, ruled):
+                runner.prefill(ids[: 1 + slot % 5], slot)
+        for _ in range(3):
+            assert torch.equal(ruled.decode(ids[:m], range(m)), plain.decode(ids[:m], range(m))), f"{m} rows"
+    for ours, theirs in zip(ruled.cache.keys + ruled.cache.values, plain.cache.keys + plain.cache.values, strict=True):
+        assert torch.equal(ours[0, :, :43], theirs[0, :, :43])
