@@ -133,7 +133,7 @@ def test_ids_are_those_of_one_request_at_a_time(
     model: tuple[LLM, list[Any]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, alone = model
-    share = sum((llm.device.type == "cuda") == (not isinstance(kind, tuple)) for kind in KINDS)
+    share = 2 * len(FORMATS) if llm.device.type == "cuda" else len(KINDS) - 2 * len(FORMATS)
 
     @settings(max_examples=-(-request.config.getoption("--schedules") // share), deadline=None)
     @given(schedules())

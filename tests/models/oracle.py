@@ -50,7 +50,7 @@ CONFIGS: dict[str, dict] = {
         num_attention_heads=3,
     ),
     "gpt_neox-sequential": dict(
-        hidden_size=80,
+        hidden_size=160,
         intermediate_size=320,
         num_attention_heads=4,
         hidden_act="gelu_new",
