@@ -24,12 +24,12 @@ from nibblelm.ops.cuda_ops import (
     rope,
     rope_append,
     rope_attention,
-    sample,
     silu,
     softcap,
     softmax,
     swiglu,
 )
+from nibblelm.ops.cuda_sample import sample
 from nibblelm.ops.cuda_upload import upload
 
 __all__ = [

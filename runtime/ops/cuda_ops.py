@@ -6,20 +6,19 @@ import torch
 from torch import Tensor
 
 from nibblelm.ops.cuda_device import DTYPES, kernels, launch_args
-from nibblelm.ops.sampling_state import SamplingState
 from nibblelm.ops.types import PAGE, QuantizedWeight, Weight
 
 _ACTIVATIONS = {"silu": 0, "tanh": 1, "erf": 2, "softcap": 3}
 SOFTMAX_FORMS = {"automatic": 0, "warp": 1, "block": 2, "cluster": 3, "online": 4}
 
 
-def _require(condition: bool, op: str, wanted: str, *tensors: Tensor | None) -> None:
+def require_arguments(condition: bool, op: str, wanted: str, *tensors: Tensor | None) -> None:
     if not condition:
         got = ", ".join(f"{tuple(t.shape)} {t.dtype} {t.stride()}" for t in tensors if t is not None)
         raise ValueError(f"{op}: got {got}; supported: {wanted}")
 
 
-def _address(t: Tensor | None) -> int:
+def address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
@@ -28,7 +27,7 @@ def _rows(x: Tensor) -> bool:
     return x.dtype in {torch.float32, torch.bfloat16} and (x.shape[0] == 0 or x[0].is_contiguous())
 
 
-def _vector(t: Tensor | None, size: int, dtype: torch.dtype = torch.float32) -> bool:
+def vector(t: Tensor | None, size: int, dtype: torch.dtype = torch.float32) -> bool:
     return t is None or (t.shape == (size,) and t.dtype == dtype and t.is_contiguous())
 
 
@@ -47,14 +46,14 @@ def _norm(
 ) -> tuple[Tensor, Tensor]:
     columns = x.shape[-1]
     same = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype and _rows(residual))
-    _require(
-        x.ndim in {2, 3} and _rows(x) and same and _vector(weight, columns) and _vector(bias, columns),
+    require_arguments(
+        x.ndim in {2, 3} and _rows(x) and same and vector(weight, columns) and vector(bias, columns),
         op, "x (M, H) or (M, heads, D) fp32 or bf16, residual like x, weight and bias fp32", x, residual, weight, bias,
     )  # fmt: skip
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = x if residual is None else torch.empty_like(y)
     launcher(
-        x.data_ptr(), _address(residual), weight.data_ptr(), _address(bias), y.data_ptr(),
+        x.data_ptr(), address(residual), weight.data_ptr(), address(bias), y.data_ptr(),
         0 if residual is None else h.data_ptr(), x.stride(0), 0 if residual is None else residual.stride(0),
         x.numel() // columns, x.shape[1] if x.ndim == 3 else 1, columns, eps, plus_one, DTYPES[x.dtype],
         *launch_args(),
@@ -80,7 +79,7 @@ def _rope_table(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interlea
     fits = cos.shape == sin.shape and 2 * cos.shape[1] * streams <= x.shape[2]
     tables = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
     index = positions.dtype == torch.int32 and positions.is_contiguous() and positions.shape[-1] == x.shape[0]
-    _require(
+    require_arguments(
         x.ndim == 3 and _rows(x) and fits and tables and index and positions.shape[: streams - 1] in {(), (2,)},
         "rope", "x (M, H, D), positions (M,) or (2, M) int32, cos and sin (T, R / 2) fp32", x, positions, cos, sin,
     )  # fmt: skip
@@ -91,11 +90,11 @@ def _rope_table(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interlea
 def _paged_cache(
     op: str, m: int, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, tables: Tensor
 ) -> Any:
-    _require(
+    require_arguments(
         k_cache.ndim == 4 and k_cache.shape[2] == PAGE and k_cache.shape == v_cache.shape
         and k_cache.dtype == v_cache.dtype and k_cache.dtype in {torch.float32, torch.bfloat16}
         and k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[0] > 0
-        and _vector(slots, m, torch.int32) and _vector(positions, m, torch.int32)
+        and vector(slots, m, torch.int32) and vector(positions, m, torch.int32)
         and tables.ndim == 2 and tables.shape[1] > 0 and tables.dtype == torch.int32 and tables.is_contiguous(),
         op, f"caches (P, Hkv, {PAGE}, D) fp32 or bf16, slots and positions (M,) int32, tables (S, W) int32",
         k_cache, v_cache, slots, positions, tables,
@@ -122,7 +121,7 @@ def kv_append(
     cache = _paged_cache("kv_append", m, k_cache, v_cache, slots, positions, tables)
     shape = (m, k_cache.shape[1], k_cache.shape[3])
     same = k.shape == shape and v.shape == shape and k.dtype == v.dtype
-    _require(same and _rows(k) and _rows(v), "kv_append", f"k and v {shape} of one dtype", k, v)
+    require_arguments(same and _rows(k) and _rows(v), "kv_append", f"k and v {shape} of one dtype", k, v)
     kernels.kv_append(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), m, cache, DTYPES[k.dtype], *launch_args())
 
 
@@ -146,10 +145,10 @@ def rope_append(
     main = positions if positions.ndim == 1 else positions[0]
     cache = _paged_cache("rope_append", m, k_cache, v_cache, slots, main, tables)
     heads = all_heads - 2 * k_cache.shape[1]
-    fits = heads > 0 and head_dim == k_cache.shape[3] and _vector(q_norm, head_dim) and _vector(k_norm, head_dim)
-    _require(fits, "rope_append", "qkv (M, H + 2 Hkv, D), norms (D,) fp32", qkv, k_cache, q_norm, k_norm)
+    fits = heads > 0 and head_dim == k_cache.shape[3] and vector(q_norm, head_dim) and vector(k_norm, head_dim)
+    require_arguments(fits, "rope_append", "qkv (M, H + 2 Hkv, D), norms (D,) fp32", qkv, k_cache, q_norm, k_norm)
     kernels.rope_append(
-        qkv.data_ptr(), qkv.stride(0), m, heads, table, cache, _address(q_norm), _address(k_norm), eps, plus_one,
+        qkv.data_ptr(), qkv.stride(0), m, heads, table, cache, address(q_norm), address(k_norm), eps, plus_one,
         DTYPES[qkv.dtype], *launch_args(),
     )  # fmt: skip
     return qkv[:, :heads]
@@ -178,22 +177,22 @@ def _attention_args(
     softcap, alibi_slopes, prefix_lengths, starts, mask = options
     m, heads, head_dim = q.shape
     cache = _paged_cache("attention", m, k_cache, v_cache, slots, positions, tables)
-    _require(
+    require_arguments(
         _rows(q) and k_cache.shape[3] == head_dim and heads % k_cache.shape[1] == 0
         and head_dim % 8 == 0 and head_dim <= 256 and scale > 0,
         "attention", f"q (M, H, D), D a multiple of 8 up to 256, H a multiple of Hkv; scale {scale} > 0", q, k_cache,
     )  # fmt: skip
     fits = mask is None or (mask.ndim == 2 and mask.shape[0] == m and mask.stride(1) == 1)
-    _require(
-        fits and (mask is None or mask.dtype == torch.float32) and _vector(alibi_slopes, heads)
-        and _vector(prefix_lengths, m, torch.int32) and _vector(starts, tables.shape[0], torch.int32),
+    require_arguments(
+        fits and (mask is None or mask.dtype == torch.float32) and vector(alibi_slopes, heads)
+        and vector(prefix_lengths, m, torch.int32) and vector(starts, tables.shape[0], torch.int32),
         "attention", "alibi_slopes (H,) and mask (M, columns) fp32, prefix_lengths (M,) and starts (S,) int32",
         alibi_slopes, prefix_lengths, starts, mask,
     )  # fmt: skip
     out = torch.empty(m, heads * head_dim, dtype=q.dtype, device=q.device)
     args = kernels.AttentionArgs(
-        q=q.data_ptr(), out=out.data_ptr(), cache=cache, slopes=_address(alibi_slopes),
-        prefix=_address(prefix_lengths), starts=_address(starts), mask=_address(mask), q_stride=q.stride(0),
+        q=q.data_ptr(), out=out.data_ptr(), cache=cache, slopes=address(alibi_slopes),
+        prefix=address(prefix_lengths), starts=address(starts), mask=address(mask), q_stride=q.stride(0),
         mask_stride=0 if mask is None else mask.stride(0), rows=m, mask_columns=0 if mask is None else mask.shape[1],
         heads=heads, window=window, scale=scale, softcap=softcap, dtype=DTYPES[q.dtype],
     )  # fmt: skip
@@ -253,26 +252,28 @@ def rope_attention(
     q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
     table = _rope_table(qkv, positions, cos, sin, interleaved)
     args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, _PLAIN, False)
-    _require(
+    require_arguments(
         cos.shape[0] >= tables.shape[1] * PAGE and kernels.attention_fuses(args, table)
-        and _vector(q_norm, q.shape[2]) and _vector(k_norm, q.shape[2]),
+        and vector(q_norm, q.shape[2]) and vector(k_norm, q.shape[2]),
         "rope_attention", "bf16 of D 64 or 128, rotated whole in halves, cos of W * PAGE rows or more, norms (D,)",
         qkv, k_cache, cos, q_norm, k_norm,
     )  # fmt: skip
-    norms = (_address(q_norm), _address(k_norm), eps, plus_one)
+    norms = (address(q_norm), address(k_norm), eps, plus_one)
     kernels.attention_rope(args, table, *norms, *launch_args())
     return out
 
 
 def _score_planes(op: str, scores: Tensor) -> tuple[int, ...]:
-    _require(scores.ndim == 4 and scores.is_contiguous() and _rows(scores), op, "contiguous (B, H, Q, K)", scores)
+    require_arguments(
+        scores.ndim == 4 and scores.is_contiguous() and _rows(scores), op, "contiguous (B, H, Q, K)", scores
+    )
     return tuple(scores.shape)
 
 
 def attention_mask(scores: Tensor, mask: Tensor, value: float) -> Tensor:
     batch, heads, queries, keys = _score_planes("attention_mask", scores)
     same = mask.shape == (batch, queries, keys) and mask.dtype == scores.dtype and mask.is_contiguous()
-    _require(same, "attention_mask", "mask (B, Q, K) of the dtype of scores", mask, scores)
+    require_arguments(same, "attention_mask", "mask (B, Q, K) of the dtype of scores", mask, scores)
     kernels.attention_mask(
         scores.data_ptr(), mask.data_ptr(), value, batch, heads, queries, keys, DTYPES[scores.dtype], *launch_args()
     )
@@ -281,7 +282,7 @@ def attention_mask(scores: Tensor, mask: Tensor, value: float) -> Tensor:
 
 def alibi_mask(scores: Tensor, slopes: Tensor, value: float) -> Tensor:
     batch, heads, queries, keys = _score_planes("alibi_mask", scores)
-    _require(_vector(slopes, heads), "alibi_mask", f"slopes ({heads},) fp32", slopes)
+    require_arguments(vector(slopes, heads), "alibi_mask", f"slopes ({heads},) fp32", slopes)
     kernels.alibi_mask(
         scores.data_ptr(), slopes.data_ptr(), value, batch, heads, queries, keys, DTYPES[scores.dtype], *launch_args()
     )
@@ -292,7 +293,7 @@ def alibi_mask(scores: Tensor, slopes: Tensor, value: float) -> Tensor:
 
 
 def _activate(op: str, x: Tensor, form: str, gated: bool, pairs: bool = False, cap: float = 0.0) -> Tensor:
-    _require(
+    require_arguments(
         x.ndim == 2 and _rows(x) and form in _ACTIVATIONS and x.shape[1] % (16 if pairs else 2 if gated else 1) == 0,
         op, f"(M, {'2 I' if gated else 'N'}) fp32 or bf16, I in pairs a multiple of 8, forms {sorted(_ACTIVATIONS)}", x,
     )  # fmt: skip
@@ -307,7 +308,7 @@ def _activate(op: str, x: Tensor, form: str, gated: bool, pairs: bool = False, c
 
 def add(x: Tensor, y: Tensor) -> Tensor:
     same = x.ndim == 2 and x.shape == y.shape and x.dtype == y.dtype
-    _require(same and _rows(x) and _rows(y), "add", "x and y (M, N) of one dtype, fp32 or bf16", x, y)
+    require_arguments(same and _rows(x) and _rows(y), "add", "x and y (M, N) of one dtype, fp32 or bf16", x, y)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     strides = (x.stride(0), y.stride(0))
     kernels.add(x.data_ptr(), y.data_ptr(), out.data_ptr(), *x.shape, *strides, DTYPES[x.dtype], *launch_args())
@@ -331,13 +332,13 @@ def silu(x: Tensor) -> Tensor:
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
-    _require(cap > 0, "softcap", "cap > 0", x)
+    require_arguments(cap > 0, "softcap", "cap > 0", x)
     return _activate("softcap", x, "softcap", False, cap=cap)
 
 
 def embedding(ids: Tensor, table: Weight, dtype: torch.dtype, multiplier: float) -> Tensor:
     v, h = table.shape
-    _require(ids.ndim == 1 and _vector(ids, ids.shape[0], torch.int32), "embedding", "ids (M,) int32", ids)
+    require_arguments(ids.ndim == 1 and vector(ids, ids.shape[0], torch.int32), "embedding", "ids (M,) int32", ids)
     y = torch.empty(ids.shape[0], h, dtype=dtype, device=ids.device)
     if isinstance(table, QuantizedWeight):
         parts = (table.codes, table.scale, table.zero_point, table.minimum)
@@ -346,19 +347,19 @@ def embedding(ids: Tensor, table: Weight, dtype: torch.dtype, multiplier: float)
         dense = table.scale
     else:
         parts, whole, layout, dense = (table, None, None, None), table.is_contiguous(), (0, 0, 1, 16), table
-    _require(
+    require_arguments(
         whole and dense.dtype in DTYPES and y.dtype in {torch.float32, torch.bfloat16},
         "embedding", "contiguous tables on the device, scales or values fp32, fp16 or bf16", *parts,
     )  # fmt: skip
     kernels.embedding(
-        ids.data_ptr(), *(_address(t) for t in parts), y.data_ptr(), ids.shape[0], v, h, *layout,
+        ids.data_ptr(), *(address(t) for t in parts), y.data_ptr(), ids.shape[0], v, h, *layout,
         DTYPES[dense.dtype], multiplier, DTYPES[dtype], *launch_args(),
     )  # fmt: skip
     return y
 
 
 def softmax(x: Tensor, form: str = "automatic", logarithm: bool = False) -> Tensor:
-    _require(x.ndim == 2 and x.is_contiguous() and x.dtype in DTYPES, "softmax", "contiguous (M, N)", x)
+    require_arguments(x.ndim == 2 and x.is_contiguous() and x.dtype in DTYPES, "softmax", "contiguous (M, N)", x)
     y = torch.empty_like(x)
     kernels.softmax(
         x.data_ptr(), y.data_ptr(), *x.shape, logarithm, SOFTMAX_FORMS[form], DTYPES[x.dtype], *launch_args()
@@ -371,35 +372,7 @@ def log_softmax(x: Tensor) -> Tensor:
 
 
 def argmax(x: Tensor) -> Tensor:
-    _require(x.ndim == 2 and _rows(x) and x.shape[1] > 0, "argmax", "(M, N) fp32 or bf16, N at least 1", x)
+    require_arguments(x.ndim == 2 and _rows(x) and x.shape[1] > 0, "argmax", "(M, N) fp32 or bf16, N at least 1", x)
     y = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
     kernels.argmax(x.data_ptr(), y.data_ptr(), *x.shape, x.stride(0), DTYPES[x.dtype], *launch_args())
     return y
-
-
-def sample(
-    logits: Tensor,
-    state: SamplingState,
-    out: Tensor | None = None,
-    positions: Tensor | None = None,
-    host_ids: Tensor | None = None,
-    blocks: int = 0,
-) -> Tensor:
-    """`blocks` of a row, 1 to 8, are for tests; 0 goes by its length."""
-    m, vocab = logits.shape
-    _require(
-        logits.dtype == torch.float32 and logits.stride(1) == 1 and state.rows == m and state.vocab_size in {0, vocab}
-        and _vector(out, m, torch.int32) and _vector(positions, m, torch.int32)
-        and (host_ids is None or (_vector(host_ids.view(-1), 2 * m, torch.int32) and host_ids.is_pinned())),
-        "sample", f"logits ({state.rows}, {state.vocab_size or 'V'}) fp32, out and positions (M,) int32, "
-        "host_ids (2, M) int32, pinned", logits, out, positions, host_ids,
-    )  # fmt: skip
-    ids = torch.empty(m, dtype=torch.int32, device=logits.device) if out is None else out
-    workspace = torch.empty(m, vocab, dtype=torch.float32, device=logits.device)
-    args = kernels.SamplingArgs(
-        logits=logits.data_ptr(), workspace=workspace.data_ptr(), ids=ids.data_ptr(), positions=_address(positions),
-        host_ids=_address(host_ids), logits_stride=logits.stride(0), rows=m, vocab=vocab, blocks=blocks,
-        **{name: _address(t) for name, t in state.tensors().items()},
-    )  # fmt: skip
-    kernels.sample(args, *launch_args())
-    return ids

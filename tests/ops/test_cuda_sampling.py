@@ -6,7 +6,7 @@ from scipy import stats
 from torch import Tensor
 
 from nibblelm import ops
-from nibblelm.ops import SamplingState, cuda, cuda_ops, reference
+from nibblelm.ops import SamplingState, cuda, cuda_sample, reference
 
 USABLE, REASON = cuda.available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -71,7 +71,9 @@ def check_draw(rows: int, vocab: int, blocks: int) -> None:
     here, there = (state_of(rows, 0, d, filters) for d in (torch.device("cpu"), DEVICE))
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(5)) * 2
     logits[:, vocab // 2 : vocab // 2 + 40] = 12.0
-    assert cuda_ops.sample(logits.to(DEVICE), there, blocks=blocks).tolist() == reference.sample(logits, here).tolist()
+    assert (
+        cuda_sample.sample(logits.to(DEVICE), there, blocks=blocks).tolist() == reference.sample(logits, here).tolist()
+    )
 
 
 @pytest.mark.sanitize
