@@ -1,6 +1,7 @@
 """The Python API: load a folder, generate from prompts, stream, chat, read logits."""
 
 import dataclasses
+import re
 import time
 import warnings
 from collections import deque
@@ -51,7 +52,7 @@ class LLM:
     """A loaded model.
 
     model        a folder, or a hub id that is in (or can be fetched into) the local cache
-    device       "auto" (CUDA when it works, else CPU), "cpu" or "cuda"
+    device       "auto" (CUDA when it works, else CPU), "cpu", "cuda" (the current card) or "cuda:1" (that one)
     dtype        activations. On the CPU the hidden state is always fp32, and dtype sets how the inputs of quantized
                  layers are rounded: "fp32" to 24-bit fixed point (as accurate as an fp32 dot product) with an fp32
                  cache, "bf16" to 16-bit, "auto" to 8-bit per group of K; both with a bf16 cache. On CUDA auto is bf16.
@@ -336,15 +337,20 @@ def use_threads(count: int) -> None:
 
 
 def select_device(name: str) -> torch.device:
-    """The device of a name; "cuda" raises DeviceError with the reason when it cannot be used."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise RequestError(f"device {name!r} is not supported; use auto, cpu or cuda")
+    """The device of a name, a card with its number; DeviceError with the reason when a card cannot be used."""
+    if not (matched := re.fullmatch(r"auto|cpu|cuda(?::(\d{1,4}))?", name)):
+        raise RequestError(f"device {name!r} is not supported; use auto, cpu, cuda, or cuda:1 for one of several cards")
     if name == "cpu":
         return torch.device("cpu")
     works, reason = ops.cuda_available()
-    if name == "cuda" and not works:
-        raise DeviceError(f"device cuda cannot be used: {reason}")
-    return torch.device("cuda" if works else "cpu")
+    if not works and name == "auto":
+        return torch.device("cpu")
+    if not works:
+        raise DeviceError(f"device {name} cannot be used: {reason}")
+    index, count = int(matched[1] or torch.cuda.current_device()), torch.cuda.device_count()
+    if index >= count:
+        raise DeviceError(f"device {name} cannot be used: torch sees {count}, cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)
 
 
 def numeric_types(

@@ -1,6 +1,7 @@
 """Runs a model against its KV cache: chunked prefill, and decode steps captured once per batch and replayed."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -92,7 +93,8 @@ class Runner:
         self._steps.clear()
         self._states.clear()
         if held and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # else torch keeps it, and the device does not count it as free
+            with self._card():
+                torch.cuda.empty_cache()  # else torch keeps it, and the device does not count it as free
 
     def reserve(self, slots: int, pages: int | None = None) -> None:
         """Make room for at least `slots` sequences; a growth empties the cache.
@@ -129,6 +131,10 @@ class Runner:
             raise RequestError(
                 f"prefill of {len(ids)} tokens from {start}: the cache has room for 1 to {self.capacity}"
             )
+        with self._card():
+            return self._prefill(ids, slot, start, every_row)
+
+    def _prefill(self, ids: Sequence[int], slot: int, start: int, every_row: bool) -> Tensor:
         self.model.rope.reach(len(ids))
         self.history[slot] = list(ids[:start])
         chunk, parts = PREFILL_CHUNK[self.device.type], []
@@ -169,7 +175,8 @@ class Runner:
             vocab = self.model.config.vocab_size if wide else 0
             own = self._states[key] = SamplingState.greedy(len(ids), self.device, vocab)
             next_ids, positions_in = rows[0], rows[1]
-            host_ids = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=True)
+            with self._card():  # pinned memory, too, is made through the current card
+                host_ids = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=True)
 
             def body() -> Tensor:
                 return ops.sample(self._logits(rows), own, next_ids, positions_in, host_ids)
@@ -205,14 +212,19 @@ class Runner:
 
     def _recorded(self, rows: Tensor, body: Any) -> _DecodeStep:
         """`body` as a program. On CUDA it runs once before it is captured, since first use of a kernel loads it."""
-        if not self.graph:
-            result = body()
-            return _DecodeStep(rows, _Eager(body, result), result)
-        if self.device.type == "cuda":
-            body()
-        with ops.capture(self.device) as program:
-            result = body()
-        return _DecodeStep(rows, program, result)
+        with self._card():
+            if not self.graph:
+                result = body()
+                return _DecodeStep(rows, _Eager(body, result), result)
+            if self.device.type == "cuda":
+                body()
+            with ops.capture(self.device) as program:
+                result = body()
+            return _DecodeStep(rows, program, result)
+
+    def _card(self) -> AbstractContextManager[object]:
+        """The runner's card as the current one: once for a whole step is cheaper than for each of its ops."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _rows(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Tensor:
         return torch.tensor((ids, positions, slots), dtype=torch.int32, device=self.device)
@@ -255,5 +267,5 @@ class SampledSteps:
 
     def _launch(self) -> None:
         self._step.program.replay()
-        self._ready[self._launched % 2].record()
+        self._ready[self._launched % 2].record(torch.cuda.current_stream(self._runner.device))
         self._launched += 1

@@ -1,4 +1,6 @@
 // linear: which kernel takes how many rows, over weight formats, and its plan on the present card.
+#include <array>
+#include <atomic>
 #include <bit>
 
 #include "linear.h"
@@ -18,11 +20,15 @@ std::string describe(const LinearWeight& w, int planes, int m) {
 __global__ void architecture_probe() {}
 
 int compiled_architecture() {
-  static const int architecture = [] {
+  static std::array<std::atomic<int>, 64> known{};  // of each card; cards of one machine may differ
+  int device{0};
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  std::atomic<int>& architecture = known.at(static_cast<size_t>(device));
+  if (architecture == 0) {
     cudaFuncAttributes attributes{};
     check(cudaFuncGetAttributes(&attributes, architecture_probe), "linear: cudaFuncGetAttributes");
-    return attributes.ptxVersion;
-  }();
+    architecture = attributes.ptxVersion;
+  }
   return architecture;
 }
 

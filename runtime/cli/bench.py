@@ -5,7 +5,12 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nibblelm.cli.options import add_activations_argument, add_kv_memory_argument, positive
+from nibblelm.cli.options import (
+    add_activations_argument,
+    add_device_argument,
+    add_kv_memory_argument,
+    positive,
+)
 
 if TYPE_CHECKING:
     from nibblelm.benchmark import Load
@@ -23,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random-weights", action="store_true", help="what --shape uses; needs no checkpoint")
     parser.add_argument("--bits", type=int, choices=(4, 8, 16), default=4, help="weights of --shape")
     parser.add_argument("--group-size", type=int, choices=(-1, 32, 64, 128), default=-1, help="of --shape; -1 per row")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_device_argument(parser)
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
     add_activations_argument(parser)
     parser.add_argument("--threads", type=positive, metavar="N")
@@ -112,7 +117,7 @@ def _measured(
     decode = speed.decode_tok_s[0]
     return {
         "shape": facts["shape"],
-        "device": torch.cuda.get_device_name() if runner.device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu",
         "dtype": args.dtype,
         "activations": facts["activations"],
         "kv": {torch.bfloat16: "bf16", torch.float32: "fp32"}[runner.kv_dtype],

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nibblelm.cli.options import positive
+from nibblelm.cli.options import add_device_argument, positive
 
 if TYPE_CHECKING:
     from nibblelm.converter import ConvertReport, Progress
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--samples", type=positive, default=128, metavar="N", help="pieces of 512 tokens of it (128)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the samples and the rotation (0)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where gptq and awq compute")
+    add_device_argument(parser, "where gptq and awq compute")
     parser.add_argument(
         "--keep",
         action="append",

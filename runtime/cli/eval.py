@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nibblelm.cli.options import add_activations_argument, positive, shown_perplexity
+from nibblelm.cli.options import add_activations_argument, add_device_argument, positive, shown_perplexity
 
 HELP = "measure perplexity, and how far a converted model is from its source"
 _CTX = 512
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ctx", type=positive, default=_CTX, metavar="N", help=f"positions of a window ({_CTX})")
     parser.add_argument("--stride", type=positive, metavar="N", help="tokens between windows (default: no overlap)")
     parser.add_argument("--separator", metavar="TEXT", help="what stands between documents (default: one document)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_device_argument(parser)
     parser.add_argument(
         "--dtype",
         choices=("auto", "fp32", "bf16"),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """-m and everything that decides how a model is loaded."""
     parser.add_argument("-m", "--model", required=True, metavar="PATH|HUB_ID", help="model folder or hub id")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    add_device_argument(parser)
     parser.add_argument(
         "--dtype",
         choices=("auto", "fp32", "bf16"),
@@ -27,6 +27,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_kv_memory_argument(parser)
     parser.add_argument("--no-graph", dest="graph", action="store_false", help="run decode steps kernel by kernel")
     parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
+
+
+def add_device_argument(parser: argparse.ArgumentParser, text: str = "") -> None:
+    """--device, whose name `nibblelm.engine.select_device` reads."""
+    text = f"{text}: " if text else ""
+    parser.add_argument("--device", default="auto", help=f"{text}auto, cpu, cuda, or cuda:1 for one of several cards")
 
 
 def add_activations_argument(parser: argparse.ArgumentParser) -> None:

@@ -1,36 +1,40 @@
-"""CUDA side of the op contract: thin calls of `nibblelm._cuda`, on PyTorch's current stream of the current device."""
+"""CUDA side of the op contract: thin calls of `nibblelm._cuda`, on PyTorch's current stream of the tensors' card."""
 
+from nibblelm.ops import cuda_linear, cuda_ops, cuda_sample
 from nibblelm.ops.cuda_device import (
     Program,
     available,
     capture,
+    on_card,
     programmatic_launch,
     require,
 )
-from nibblelm.ops.cuda_linear import linear, linear_chain, norm_linear, pack_linear, wgmma
-from nibblelm.ops.cuda_ops import (
-    add,
-    alibi_mask,
-    argmax,
-    attention,
-    attention_mask,
-    embedding,
-    geglu,
-    gelu,
-    kv_append,
-    layer_norm,
-    log_softmax,
-    rms_norm,
-    rope,
-    rope_append,
-    rope_attention,
-    silu,
-    softcap,
-    softmax,
-    swiglu,
-)
-from nibblelm.ops.cuda_sample import sample
+from nibblelm.ops.cuda_linear import pack_linear, wgmma
 from nibblelm.ops.cuda_upload import upload
+
+linear = on_card(cuda_linear.linear)
+linear_chain = on_card(cuda_linear.linear_chain)
+norm_linear = on_card(cuda_linear.norm_linear)
+add = on_card(cuda_ops.add)
+alibi_mask = on_card(cuda_ops.alibi_mask)
+argmax = on_card(cuda_ops.argmax)
+attention = on_card(cuda_ops.attention)
+attention_mask = on_card(cuda_ops.attention_mask)
+embedding = on_card(cuda_ops.embedding)
+geglu = on_card(cuda_ops.geglu)
+gelu = on_card(cuda_ops.gelu)
+kv_append = on_card(cuda_ops.kv_append)
+layer_norm = on_card(cuda_ops.layer_norm)
+log_softmax = on_card(cuda_ops.log_softmax)
+rms_norm = on_card(cuda_ops.rms_norm)
+rope = on_card(cuda_ops.rope)
+rope_append = on_card(cuda_ops.rope_append)
+rope_attention = on_card(cuda_ops.rope_attention)
+sample = on_card(cuda_sample.sample)
+silu = on_card(cuda_ops.silu)
+softcap = on_card(cuda_ops.softcap)
+softmax = on_card(cuda_ops.softmax)
+swiglu = on_card(cuda_ops.swiglu)
 
 __all__ = [
     "Program",

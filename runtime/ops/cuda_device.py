@@ -1,9 +1,10 @@
 """What the CUDA ops share: the extension, whether it can run, its stream, and capture into a graph."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -17,6 +18,9 @@ try:
 except ImportError as error:
     kernels = None
     _LOAD_ERROR = str(error)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _programmatic: ContextVar[bool | None] = ContextVar("programmatic_launch", default=None)
@@ -47,6 +51,23 @@ def require() -> None:
         raise DeviceError(f"device 'cuda' cannot be used: {obstacle}. Use device 'cpu', or fix that first")
 
 
+def on_card(op: Callable[P, R]) -> Callable[P, R]:
+    """An op that runs on the card of its first argument, a tensor, whichever is the current one.
+
+    A kernel is launched on the current card; elsewhere it would find neither its stream nor its memory.
+    """
+
+    @wraps(op)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        first: Any = args[0] if args else next(iter(kwargs.values()))
+        if first.device.index == torch.cuda.current_device():
+            return op(*args, **kwargs)
+        with torch.cuda.device(first.device):
+            return op(*args, **kwargs)
+
+    return call
+
+
 def launch_args() -> tuple[int, bool]:
     """(stream, programmatic): the last two arguments of every launcher."""
     return torch.cuda.current_stream().cuda_stream, bool(_programmatic.get())
@@ -71,15 +92,16 @@ def programmatic_launch(enabled: bool) -> Iterator[None]:
 class Program:
     """A captured CUDA graph; the tensors that were made while it was recorded live as long as it does."""
 
-    def __init__(self) -> None:
-        self.graph = torch.cuda.CUDAGraph(keep_graph=True)
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.graph = device, torch.cuda.CUDAGraph(keep_graph=True)
 
     def __len__(self) -> int:
         """Kernels and copies of one replay."""
         return int(kernels.graph_nodes(self.graph.raw_cuda_graph()))
 
     def replay(self) -> None:
-        self.graph.replay()
+        with torch.cuda.device(self.device):
+            self.graph.replay()
 
 
 @contextmanager
@@ -89,7 +111,7 @@ def capture(device: torch.device) -> Iterator[Program]:
     Run the same calls once before: first use loads kernels.
     """
     require()
-    program = Program()
+    program = Program(device)
     with (
         torch.cuda.device(device),
         programmatic_launch(_programmatic.get() is not False),

@@ -28,7 +28,7 @@ def upload(parts: Sequence[Tensor], device: torch.device) -> Tensor:
         return there[0].contiguous() if len(there) == 1 else torch.cat(there)
     target = torch.empty(sum(p.shape[0] for p in parts), *parts[0].shape[1:], dtype=parts[0].dtype, device=device)
     rest, stream = target.view(-1).view(torch.uint8), torch.cuda.current_stream(device)
-    with _lock:
+    with _lock, torch.cuda.device(device):  # pinned memory, too, is made through the current card
         for pieces in _slotfuls(parts):
             slot, filled = _free_slot(), 0
             for piece in pieces:

@@ -176,3 +176,22 @@ def test_context_limit(demo: Path) -> None:
 def test_memory_is_refused_with_numbers() -> None:
     with pytest.raises(DeviceError, match=r"100000\.00 GiB are needed .* free"):
         require_memory(torch.device("cuda"), "Ask for less.", cache=100000 << 30)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one card: the second one is not there")
+def test_everything_is_on_the_card_that_was_asked_for(demo: Path) -> None:
+    """The same tokens on both cards, one after another and at the same time, and nothing of one on the other."""
+    options = dict(max_tokens=32, temperature=0)
+    held = [torch.cuda.memory_allocated(card) for card in (0, 1)]
+    second = LLM(demo, "cuda:1")
+    texts = [out.text for out in second.generate(PROMPTS, **options)]
+    assert second.device == torch.device("cuda", 1)
+    assert torch.cuda.current_device() == 0
+    assert torch.cuda.memory_allocated(0) == held[0]
+    assert torch.cuda.memory_allocated(1) > held[1]
+    first = LLM(demo, "cuda:0")
+    assert [out.text for out in first.generate(PROMPTS, **options)] == texts
+    assert torch.equal(first.logits(range(1, 60)).cpu(), second.logits(range(1, 60)).cpu())
+    with ThreadPoolExecutor(2) as pool:
+        both = list(pool.map(lambda llm: [out.text for out in llm.generate(PROMPTS * 4, **options)], (first, second)))
+    assert both == [texts * 4] * 2
