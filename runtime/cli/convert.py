@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nibblelm.cli.options import add_device_argument, positive
 
@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="REGEX=BITS",
-        help="send modules whose name matches to 4, 8 or 16 bits; may be repeated, the last match wins",
+        help="send modules whose name matches to 4, 8 or 16 bits, as 4:32 in groups of 32; may be repeated, the last "
+        "match wins",
     )
     parser.add_argument(
         "--keep-tied",
@@ -70,6 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of what is not quantized and of scales (default: the source's; tables of an fp32 source in bf16)",
     )
     parser.add_argument("--max-shard-size", default="4GB", metavar="SIZE", help="largest weight file (default 4GB)")
+    parser.add_argument(
+        "--target-kl",
+        type=float,
+        metavar="X",
+        help="choose bits and groups: from int4 per row up, until the KL divergence from SRC is at most X nats a token",
+    )
+    parser.add_argument("--max-size", metavar="SIZE", help="with --target-kl: bytes that the tensors may take, as 4GB")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted conversion")
     parser.add_argument("--overwrite", action="store_true", help="replace a model folder at DST, once this one is done")
     parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
@@ -103,6 +111,8 @@ def run(args: argparse.Namespace) -> int:
             strict=args.strict,
             threads=args.threads,
             progress=progress,
+            target_kl=args.target_kl,
+            max_size=args.max_size,
         )
     if args.json:
         print(json.dumps(report.to_dict()))
@@ -137,6 +147,8 @@ def _print_report(report: "ConvertReport") -> None:
 
     for note in report.notes:
         say(f"note: {note}")
+    if report.target is not None:
+        _print_target(report.target)
     if report.reused_tensors:
         say(f"resumed: {report.reused_tensors} tensors were finished already")
     if report.tensors:
@@ -149,4 +161,21 @@ def _print_report(report: "ConvertReport") -> None:
         f"{report.dst}: {report.parameters / 1e6:.1f} M parameters, {report.bits_per_weight:.2f} bits per weight "
         f"({report.quantized_bits_per_weight:.2f} in the quantized matrices), "
         f"{report.source_bytes / 1e6:.1f} MB -> {report.output_bytes / 1e6:.1f} MB in {report.seconds:.1f} s"
+    )
+
+
+def _print_target(target: dict[str, Any]) -> None:
+    def say(text: str) -> None:
+        print(text, file=sys.stderr)
+
+    for scheme, modules in target["promoted"].items():
+        say(f"promoted to {scheme}: {', '.join(modules)}")
+    reached = "reached" if target["reached"] else "NOT reached, this is the best"
+    within = "" if target["max_size"] is None else f" within {target['max_size'] / 1e6:.1f} MB"
+    say(
+        f"KL divergence {target['kl']:.6f} on {target['tokens']} tokens kept for it; {target['target_kl']:g} was asked "
+        f"for{within}: {reached}"
+    )
+    say(
+        f"a decoded token reads {target['bytes_ratio']:.3f} times the matrices of int4 per row, and takes about as long"
     )

@@ -38,10 +38,11 @@ class Calibration:
 
 
 def read_calibration(
-    text: str | Path | None, folder: Path, config: DecoderConfig, samples: int, seed: int
+    text: str | Path | None, folder: Path, config: DecoderConfig, samples: int, seed: int, held_out: int = 0
 ) -> Calibration:
     """At most `samples` pieces of a text for the model in `folder`, drawn without replacement.
 
+    held_out  that many are drawn first and left out: what a call for so many samples gives
     text  a UTF-8 file whose documents are separated by <|endoftext|>; None is the bundled one: stories in simple
           English that the demo model wrote
     """
@@ -62,7 +63,9 @@ def read_calibration(
     pieces = torch.tensor(stream[: len(stream) // room * room]).view(-1, room)
     if int(pieces.max()) >= config.vocab_size:
         raise ConvertError(f"the tokenizer of {folder} has ids beyond the vocabulary of {config.vocab_size}")
-    chosen = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))[:samples]
+    if len(pieces) <= held_out:
+        raise ConvertError(f"the calibration text is {len(pieces)} pieces of {room} tokens: give more than {held_out}")
+    chosen = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))[held_out:][:samples]
     ids = torch.cat((torch.tensor(prefix, dtype=torch.long).expand(len(chosen), -1), pieces[chosen]), 1)
     name = "the bundled text" if path is None else path.name
     facts = {"file": name, "sha256": hashlib.sha256(data).hexdigest(), "seed": seed}

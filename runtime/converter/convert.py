@@ -22,6 +22,7 @@ from nibblelm.converter.plan import Unit, fallbacks, output_config, plan_units
 from nibblelm.converter.prepared import Prepared
 from nibblelm.converter.report import ConvertReport, build_record, build_report
 from nibblelm.converter.source import SourceHashes, blocks, check_finite
+from nibblelm.converter.target import search
 from nibblelm.errors import ConvertError
 from nibblelm.models import family, tensor_plan
 from nibblelm.ops.types import QuantizedWeight
@@ -62,6 +63,8 @@ def convert(
     strict: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
+    target_kl: float | None = None,
+    max_size: int | str | None = None,
 ) -> ConvertReport:
     """Quantize the Linear layers of a model folder or hub id into `dst` (compressed-tensors `pack-quantized`).
 
@@ -71,7 +74,8 @@ def convert(
     method            "mse" searches the clip of least squared error, "minmax" takes the whole range. Calibrated on a
                       text: "gptq" makes up for each rounding in the codes that follow, "awq" scales columns that see
                       large inputs
-    keep              "regex=bits" rules on module names, bits 4, 8 or 16; the last that matches wins
+    keep              "regex=bits" rules on module names, bits 4, 8 or 16, or "regex=bits:group"; the last that matches
+                      wins
     keep_tied         keep one 16-bit table for embedding and head. Otherwise the head becomes int8 per row, and a
                       tied model gets a head of its own
     embeddings        4 or 8 also quantizes the embedding table, which transformers cannot open
@@ -86,6 +90,12 @@ def convert(
     overwrite         replace a model folder at `dst`, once the new one is complete; start an unfinished one afresh
     strict            refuse unknown keys in config.json
     threads           default: the cores this process may use. The result of minmax and mse does not depend on it
+    target_kl         start from int4 per row and promote the matrices that hurt most (q/k/v and gate/up together) to
+                      groups of 128, of 32, or to int8, until the KL divergence from the source's next-token
+                      distributions is at most that many nats per token, measured on pieces of the calibration text
+                      that nothing else sees; `ConvertReport.target` says what it came to. bits, group_size and keep
+                      are then chosen here
+    max_size          bytes, or text such as "4GB", that the tensors may then take; the best within is written
 
     `dst` appears in one step when everything is done. Raises ConvertError, ConfigError or CheckpointError; what is
     finished by then is kept for `resume`.
@@ -93,23 +103,57 @@ def convert(
     started = time.monotonic()
     rules = (keep,) if isinstance(keep, str) else tuple(keep)
     options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, dtype, rotate, samples, seed)
-    shard_bytes = parse_size(max_shard_size)
+    arguments = (calibration, device, parse_size(max_shard_size), strict, threads or _cores())
     checkpoint = open_checkpoint(src)
+    if max_size is not None and target_kl is None:
+        raise ConvertError("max_size limits what target_kl promotes; give a target_kl too")
+    if target_kl is None:
+        report = _convert(checkpoint, Path(dst), options, *arguments, resume, overwrite, progress)
+        return dataclasses.replace(report, seconds=time.monotonic() - started)
+
+    def trial(options: Options, folder: Path) -> ConvertReport:
+        return _convert(checkpoint, folder, options, *arguments, resume=False, overwrite=True, progress=progress)
+
+    limit = None if max_size is None else parse_size(max_size, "max_size")
+    with WorkFolder(Path(dst), checkpoint.folder, resume, overwrite, 0):
+        pass  # refuses what it would refuse after the search
+    units = _plan(checkpoint, options, strict)
+    options, target = search(checkpoint, units, options, target_kl, limit, calibration, device, arguments[-1], trial)
+    report = _convert(checkpoint, Path(dst), options, *arguments, resume, overwrite, progress, target)
+    return dataclasses.replace(report, seconds=time.monotonic() - started)
+
+
+def _convert(
+    checkpoint: Checkpoint,
+    dst: Path,
+    options: Options,
+    calibration: str | Path | None,
+    device: str,
+    shard_bytes: int,
+    strict: bool,
+    threads: int,
+    resume: bool,
+    overwrite: bool,
+    progress: Progress | None,
+    target: dict[str, Any] | None = None,
+) -> ConvertReport:
+    """One conversion with schemes that are known; `target` is what the search for them says."""
     companions = _companions(checkpoint)
     units = _plan(checkpoint, options, strict)
     files = plan_files([unit.outputs for unit in units], shard_bytes)
     notes = fallbacks(units, options)
-    if embeddings is not None:
+    if options.embeddings is not None:
         warnings.warn("transformers cannot open a folder with a quantized embedding table", stacklevel=2)
     source = Prepared(checkpoint, units, options, calibration, device)
     fingerprint = _fingerprint(checkpoint, options, files) | source.fingerprint
-    work = WorkFolder(Path(dst), checkpoint.folder, resume, overwrite, sum(file.nbytes for file in files))
+    work = WorkFolder(dst, checkpoint.folder, resume, overwrite, sum(file.nbytes for file in files))
     with work, Journal(work.path, fingerprint) as journal, FolderWriter(work.path, files) as writer:
         with SourceHashes(checkpoint) as hashes:
-            conversion = _Conversion(checkpoint, writer, journal, options, source, threads or _cores(), progress)
+            conversion = _Conversion(checkpoint, writer, journal, options, source, threads, progress)
             errors = conversion.run(units)
             source_files = hashes.files([*conversion.read, *source.read])
-        report = build_report(checkpoint, Path(dst), options, units, files, errors, notes)
+        report = build_report(checkpoint, dst, options, units, files, errors, notes)
+        report = dataclasses.replace(report, target=target)
         writer.finish()
         for path in companions:
             with typed_write_errors(work.path / path.name):
@@ -117,10 +161,10 @@ def convert(
         write_json(work.path / RECORD, build_record(report, options, source.record, source_files))
         write_json(work.path / "config.json", output_config(checkpoint.config, units, options))
         work.commit()
-    return dataclasses.replace(report, seconds=time.monotonic() - started, reused_tensors=conversion.reused)
+    return dataclasses.replace(report, reused_tensors=conversion.reused)
 
 
-def parse_size(size: int | str) -> int:
+def parse_size(size: int | str, what: str = "max_shard_size") -> int:
     """Bytes of "4GB" (10^9), "500MiB" (2^20) or a plain number."""
     text = str(size).strip().upper().replace(" ", "")
     digits = text.rstrip("KMGTIB")
@@ -129,7 +173,7 @@ def parse_size(size: int | str) -> int:
     except (ValueError, OverflowError):
         value = 0
     if value <= 0:
-        raise ConvertError(f"max_shard_size must be a positive number of bytes such as 4GB or 500MiB, got {size!r}")
+        raise ConvertError(f"{what} must be a positive number of bytes such as 4GB or 500MiB, got {size!r}")
     return value
 
 

@@ -86,7 +86,7 @@ def _stays_tied(checkpoint: Checkpoint, options: Options, rules: KeepRules, tabl
         )
     if options.keep_tied:
         return True
-    return rules.bits(_HEAD) == 16 and options.embeddings is None and not options.rotate and not differs
+    return rules.match(_HEAD) == (16, None) and options.embeddings is None and not options.rotate and not differs
 
 
 def _same(checkpoint: Checkpoint, first: str, second: str) -> bool:
@@ -120,11 +120,11 @@ def _scheme(spec: TensorSpec, options: Options, rules: KeepRules) -> Scheme | No
     columns = spec.shape[1]
     if spec.kind == "embedding":
         return None if options.embeddings is None else options.scheme(options.embeddings, columns)
-    kept = rules.bits(spec.module)
+    kept = rules.match(spec.module)
     if kept is None and spec.kind == "head":
-        kept = rules.bits(_HEAD)
+        kept = rules.match(_HEAD)
     if kept is not None:
-        return options.scheme(kept, columns)
+        return options.scheme(kept[0], columns, kept[1])
     if spec.kind == "head":
         return Scheme(8, -1, options.symmetric)
     return options.scheme(options.bits, columns)
@@ -133,10 +133,12 @@ def _scheme(spec: TensorSpec, options: Options, rules: KeepRules) -> Scheme | No
 def fallbacks(units: Sequence[Unit], options: Options) -> list[str]:
     """One line per kind of matrix whose K the asked group size does not divide."""
     found: dict[tuple[int, int, int], list[str]] = {}
+    rules = KeepRules(options.keep)
     for unit in units:
         if unit.scheme is None or unit.spec.kind == "head":
             continue
-        asked, columns = options.asked_group(unit.scheme.bits), unit.spec.shape[1]
+        kept, columns = rules.match(unit.spec.module), unit.spec.shape[1]
+        asked = options.asked_group(unit.scheme.bits) if kept is None or kept[1] is None else kept[1]
         if unit.scheme.group_size != asked:
             found.setdefault((asked, columns, unit.scheme.group_size), []).append(unit.spec.module)
     lines = []

@@ -53,12 +53,12 @@ class Prepared:
                 "use gptq"
             )
         if options.method in CALIBRATED:
-            args = (checkpoint.folder, self._config, options.samples, options.seed)
+            args = (checkpoint.folder, self._config, options.samples, options.seed, options.held_out)
             self._calibration = read_calibration(calibration, *args)
             self._device = select_device(device)
             self.record = self._calibration.record
             self.fingerprint = {"calibration": self.record, "device": self._device.type}
-        elif calibration is not None:
+        elif calibration is not None and not options.held_out:
             raise ConvertError(f"method {options.method} looks at no text; calibration is for {', '.join(CALIBRATED)}")
 
     def _stored(self, name: str) -> Tensor:

@@ -45,6 +45,7 @@ class ConvertReport:
     notes: list[str]
     seconds: float
     reused_tensors: int
+    target: dict[str, Any] | None = None  # with target_kl: what was asked for, reached and promoted
 
     def worst_per_layer(self) -> list[TensorReport]:
         """The matrix with the largest relative error of each layer, largest first."""
@@ -117,6 +118,7 @@ def build_record(
         "bits_per_weight": report.bits_per_weight,
         "quantized_bits_per_weight": report.quantized_bits_per_weight,
         "notes": report.notes,
+        **({} if report.target is None else {"target": report.target}),
         "tensors": {
             tensor.module: {
                 key: value for key, value in dataclasses.asdict(tensor).items() if key not in ("module", "parameters")

@@ -35,6 +35,7 @@ class Options:
     rotate: bool = False
     samples: int = 128
     seed: int = 0
+    held_out: int = 0  # pieces of the calibration text that are kept for measuring
 
     def __post_init__(self) -> None:
         _one_of("bits", self.bits, (4, 8))
@@ -60,14 +61,15 @@ class Options:
             return source
         return torch.bfloat16 if self.dtype == "auto" else DTYPES[self.dtype]
 
-    def scheme(self, bits: int, columns: int) -> Scheme | None:
+    def scheme(self, bits: int, columns: int, group: int | None = None) -> Scheme | None:
         """The scheme of a matrix with K = `columns` at `bits`; None for 16. `group_size` is for the main width."""
         if bits == 16:
             return None
-        return Scheme(8 if bits == 8 else 4, dividing_group(columns, self.asked_group(bits)), self.symmetric)
+        asked = self.asked_group(bits) if group is None else group
+        return Scheme(8 if bits == 8 else 4, dividing_group(columns, asked), self.symmetric)
 
     def asked_group(self, bits: int) -> int:
-        """The group size for matrices of that width, before it is made to divide K."""
+        """The group size for matrices of that width, before it is made to divide K, where no rule names one."""
         return DEFAULT_GROUP[bits] if bits != self.bits or self.group_size is None else self.group_size
 
 
@@ -87,23 +89,28 @@ def dividing_group(columns: int, group: int) -> int:
 
 
 class KeepRules:
-    """`regex=bits` rules on module names; the last that matches wins."""
+    """`regex=bits` and `regex=bits:group` rules on module names; the last that matches wins."""
 
     def __init__(self, rules: Sequence[str]) -> None:
-        self._rules: list[tuple[str, re.Pattern[str], int]] = []
+        self._rules: list[tuple[str, re.Pattern[str], tuple[int, int | None]]] = []
         self._used: set[str] = set()
         for rule in rules:
-            pattern, separator, bits = rule.rpartition("=")
-            if not separator or bits not in ("4", "8", "16"):
-                raise ConvertError(f"keep rule {rule!r} must be 'regex=bits' with 4, 8 or 16 bits")
+            pattern, separator, kept = rule.rpartition("=")
+            bits, colon, group = kept.partition(":")
+            known = bits in ("4", "8") and group in map(str, GROUP_SIZES) if colon else bits in ("4", "8", "16")
+            if not separator or not known:
+                raise ConvertError(
+                    f"keep rule {rule!r} must be 'regex=bits' with 4, 8 or 16 bits, or 'regex=bits:group' with 4 or 8 "
+                    f"bits and groups of {', '.join(map(str, GROUP_SIZES))} (-1 per row)"
+                )
             try:
-                self._rules.append((rule, re.compile(pattern), int(bits)))
+                self._rules.append((rule, re.compile(pattern), (int(bits), int(group) if colon else None)))
             except re.error as cause:
                 raise ConvertError(f"keep rule {rule!r}: {cause}") from cause
 
-    def bits(self, module: str) -> int | None:
-        """Bits for a module, None where no rule matches. Patterns may match anywhere in the name."""
-        matching = [(rule, bits) for rule, pattern, bits in self._rules if pattern.search(module)]
+    def match(self, module: str) -> tuple[int, int | None] | None:
+        """(bits, group or None) for a module, None where no rule matches. Patterns may match anywhere in the name."""
+        matching = [(rule, kept) for rule, pattern, kept in self._rules if pattern.search(module)]
         self._used.update(rule for rule, _ in matching)
         return matching[-1][1] if matching else None
 

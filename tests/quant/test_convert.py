@@ -70,13 +70,14 @@ def test_group_that_does_not_divide_falls_back(save, tmp_path):
 
 def test_keep_rules_the_last_match_wins(save, tmp_path):
     source = save("llama")
-    keep = ["layers=8", r"\.v_proj=16", r"layers\.1\.self_attn\.v_proj=4", "lm_head=16"]
+    keep = ["layers=8", r"\.v_proj=16", r"layers\.1\.self_attn\.v_proj=4", "lm_head=16", r"layers\.1\..*o_proj=4:-1"]
     convert(source, tmp_path / "out", bits=4, group_size=32, keep=keep)
     found = schemes(tmp_path / "out")
     assert "model.layers.0.self_attn.v_proj" not in found
     assert "lm_head" not in found
     assert found["model.layers.1.self_attn.v_proj"] == Scheme(4, 32, False)
     assert found["model.layers.1.self_attn.q_proj"] == Scheme(8, -1, False)
+    assert found["model.layers.1.self_attn.o_proj"] == Scheme(4, -1, False)
     ignore = read_config(tmp_path / "out")["quantization_config"]["ignore"]
     assert set(ignore) == {"model.layers.0.self_attn.v_proj", "lm_head"}
     before = load_file(source / "model.safetensors")
@@ -85,7 +86,9 @@ def test_keep_rules_the_last_match_wins(save, tmp_path):
         assert torch.equal(before[name], after[name])
 
 
-@pytest.mark.parametrize("rule", ["down_proj", "down_proj=5", "(=4", "embed_tokens=8", "nothing=8", "=x"])
+@pytest.mark.parametrize(
+    "rule", ["down_proj", "down_proj=5", "(=4", "embed_tokens=8", "nothing=8", "=x", "o=4:7", "o=16:32", "o=4:"]
+)
 def test_keep_rules_that_mean_nothing_are_refused(rule, save, tmp_path):
     with pytest.raises(ConvertError, match="keep rule"):
         convert(save("llama"), tmp_path / "out", keep=[rule])
