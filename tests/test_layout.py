@@ -19,8 +19,9 @@ LAYERS = [
     ["quant"],
     ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
-    "converter shapes runner sampler benchmark prompts request scheduler executor engine_core engine".split(),
+    "shapes runner sampler benchmark prompts request scheduler executor engine_core engine".split(),
     ["evaluation"],
+    ["converter"],
     ["cli"],
     ["__main__"],
 ]
