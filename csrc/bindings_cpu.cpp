@@ -111,9 +111,9 @@ void bind_linear(py::module_& m) {
   m.def(
       "quantized_linear",
       [](const nibblelm::QuantizedPanels& weight, uintptr_t x, uintptr_t bias, uintptr_t out, int64_t rows,
-         int64_t x_stride, int64_t out_stride, int digits, bool normed) {
+         int64_t x_stride, int64_t out_stride, int digits) {
         Program::run(&Kernels::quantized_linear, {&weight, pointer<float>(x), pointer<float>(bias), pointer<float>(out),
-                                                  rows, x_stride, out_stride, digits, normed});
+                                                  rows, x_stride, out_stride, digits});
       },
       Unlocked());
   m.def(

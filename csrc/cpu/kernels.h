@@ -16,7 +16,6 @@ struct QuantizedLinearArgs {
   float* out;         // (m, n), row stride out_stride
   int64_t m, x_stride, out_stride;
   int activation_digits;  // 1, 2 or 3 signed bytes per activation
-  bool normed;            // x comes out of a norm: with one digit, groups get a second one sooner
 };
 
 struct FullLinearArgs {

@@ -23,9 +23,8 @@ __all__ = ["Alone", "Graph", "Node", "Rule", "Value", "add_norm", "fused", "reco
 class Value:
     """What a node gives: for each of M tokens `width` numbers of `dtype`, or (width 0) one int32."""
 
-    def __init__(self, nodes: list["Node"], width: int, dtype: torch.dtype, normed: bool = False) -> None:
+    def __init__(self, nodes: list["Node"], width: int, dtype: torch.dtype) -> None:
         self.nodes, self.width, self.dtype = nodes, width, dtype
-        self.normed = normed  # comes out of a norm, which decides how the CPU rounds it for a linear
 
     def _op(
         self,
@@ -34,9 +33,8 @@ class Value:
         attributes: Mapping[str, Any],
         width: int | None = None,
         dtype: torch.dtype | None = None,
-        normed: bool = False,
     ) -> "Value":
-        result = Value(self.nodes, self.width if width is None else width, dtype or self.dtype, normed)
+        result = Value(self.nodes, self.width if width is None else width, dtype or self.dtype)
         self.nodes.append(Node(op, dict(inputs), dict(attributes), (result,)))
         return result
 
@@ -58,19 +56,17 @@ class Value:
         dtype: torch.dtype | None = None,
     ) -> "Value":
         """The products with matrices (N_i, K) side by side, (M, sum N_i), in `dtype` if given."""
-        attributes: dict[str, Any] = {"bias": bias, "activation_bits": activation_bits, "dtype": dtype or self.dtype}
-        if self.normed and weights and weights[0].device.type == "cpu":
-            attributes["normed"] = True
+        attributes = {"bias": bias, "activation_bits": activation_bits, "dtype": dtype or self.dtype}
         width = sum(weight.shape[0] for weight in weights)
         if len(weights) == 1:
             return self._op("linear", {"x": self}, {"weight": weights[0], **attributes}, width, dtype)
         return self._op("linears", {"x": self}, {"weights": tuple(weights), **attributes}, width, dtype)
 
     def rms_norm(self, weight: Tensor, eps: float, plus_one: bool = False) -> "Value":
-        return self._op("rms_norm", {"x": self}, {"weight": weight, "eps": eps, "plus_one": plus_one}, normed=True)
+        return self._op("rms_norm", {"x": self}, {"weight": weight, "eps": eps, "plus_one": plus_one})
 
     def layer_norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> "Value":
-        return self._op("layer_norm", {"x": self}, {"weight": weight, "bias": bias, "eps": eps}, normed=True)
+        return self._op("layer_norm", {"x": self}, {"weight": weight, "bias": bias, "eps": eps})
 
     def gelu(self, form: ops.Gelu) -> "Value":
         return self._op("gelu", {"x": self}, {"form": form})
@@ -90,8 +86,7 @@ class Value:
 
     def rows(self, wanted: slice) -> "Value":
         """Those of some tokens."""
-        same = wanted == slice(None)
-        return self if same else self._op("rows", {"x": self}, {"wanted": wanted}, normed=self.normed)
+        return self if wanted == slice(None) else self._op("rows", {"x": self}, {"wanted": wanted})
 
     def rope_append(self, positions: "Value", slots: "Value", **options: Any) -> "Value":
         """(M, H + 2 Hkv, D) -> (M, H, D); options as in `ops.rope_append`, the caches among them."""
@@ -162,19 +157,13 @@ class Graph:
 
 
 def _linears(
-    x: Tensor,
-    weights: Sequence[PackedLinear],
-    bias: Tensor | None,
-    activation_bits: ActivationBits,
-    dtype: torch.dtype,
-    normed: bool = False,
+    x: Tensor, weights: Sequence[PackedLinear], bias: Tensor | None, activation_bits: ActivationBits, dtype: torch.dtype
 ) -> Tensor:
     """Parts of different schemes run apart, each into its own columns."""
     out, first = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights), dtype=dtype), 0
     for weight in weights:
         last = first + weight.shape[0]
-        part = None if bias is None else bias[first:last]
-        ops.linear(x, weight, part, activation_bits, out[:, first:last], normed=normed)
+        ops.linear(x, weight, None if bias is None else bias[first:last], activation_bits, out[:, first:last])
         first = last
     return out
 

@@ -98,7 +98,6 @@ def linear(
     activation_bits: ActivationBits = 24,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
-    normed: bool = False,
 ) -> Tensor:
     """`x @ weight.T + bias`. Source: the affine form in `QuantizedWeight`.
 
@@ -107,14 +106,11 @@ def linear(
     activation_bits  for quantized weights: x is rounded per row and part of K to 8-, 16- or 24-bit fixed point (int8
                      digits), then the dot product is exact in int32. 24 is as accurate as an fp32 dot product. CUDA
                      takes 8, else what x holds: 16 bits of bf16, 24 of fp32. Ignored for full weights, which take
-                     fp32 products. On the CPU, 8 bits are 16 for parts of a row whose largest value stands out.
-    normed           x comes out of a norm, where such values matter more: less has to stand out. CPU only
+                     fp32 products.
     A row's result does not depend on the other rows, nor, with quantized weights or on CUDA, on how many there are.
     """
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
-    if x.device.type == "cpu":
-        return backend(x.device).linear(x, weight, bias, activation_bits, out, normed)
     return backend(x.device).linear(x, weight, bias, activation_bits, out)
 
 

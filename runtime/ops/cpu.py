@@ -102,9 +102,7 @@ def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = Fal
     return PackedLinear((n, k), 8 * first.element_size(), -1, data.nbytes, device, data)
 
 
-def linear(
-    x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor, normed: bool = False
-) -> Tensor:
+def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor) -> Tensor:
     (n, k), m = weight.shape, x.shape[0]
     x_stride = _rows("x", x, 2, (None, k))
     out_stride = _rows("out", out, 2, (m, n))
@@ -113,7 +111,7 @@ def linear(
         raise ValueError(f"activation_bits must be 8, 16 or 24, got {activation_bits}")
     addresses = (weight.data, x.data_ptr(), bias_at, out.data_ptr(), m, x_stride, out_stride)
     if weight.bits in (4, 8):
-        _cpu.quantized_linear(*addresses, activation_bits // 8, normed)
+        _cpu.quantized_linear(*addresses, activation_bits // 8)
     else:
         _cpu.full_linear(*addresses)
     keep(weight, x, bias, out)

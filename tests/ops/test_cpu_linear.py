@@ -24,7 +24,6 @@ def worst_error(x: Tensor, dense: Tensor, bits: ActivationBits, group: int) -> T
     """
     k = x.shape[1]
     width = 128 if group == -1 or group >= k else group
-    width = min(width, 64) if bits == 8 else width
     padded = torch.nn.functional.pad(x.double().abs(), (0, -k % width)).view(len(x), -1, width)
     largest = padded.amax(-1, keepdim=True).expand_as(padded).reshape(len(x), -1)[:, :k]
     step = largest * (0.5 / LIMITS[bits] + 2.0**-22)
@@ -56,29 +55,6 @@ def test_error_is_within_half_a_step_of_the_activations(
             got = ops.linear(x, packed, bias, activation_bits)
             bound = worst_error(x, dense, activation_bits, group) + 2.0**-22 * bias.abs()
             assert ((got - bias.double() - want).abs() <= bound).all(), (form, m, activation_bits)
-
-
-@pytest.mark.parametrize("group", [-1, 32, 128])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_group_with_an_outlier_is_rounded_to_16_bits(
-    isa: str, make_weight: Callable[..., QuantizedWeight], bits: int, group: int
-) -> None:
-    k, threshold = 384, {True: 6, False: 16}
-    x = torch.rand(40, k, generator=torch.Generator().manual_seed(3)) + 0.5  # of mean 1: an outlier is its own ratio
-    for normed, form in itertools.product(threshold, FORMS):
-        weight = make_weight(70, k, bits, group, form)
-        packed = ops.pack_linear([weight], CPU)
-        for outlier, kept in ((threshold[normed] * 2.5, True), (threshold[normed] * 0.8, False)):
-            rows = x.clone()
-            rows[::3, 70::128] = -outlier  # in some rows and groups
-            got = ops.linear(rows, packed, None, 8, normed=normed)
-            errors = [
-                (ops.linear(v, packed, None, 8, normed=normed) - exact(v, weight)[0])[::3].norm() for v in (x, rows)
-            ]
-            assert errors[1] < errors[0] if kept else errors[1] > 1.5 * errors[0]
-            alone = torch.cat([ops.linear(row, packed, None, 8, normed=normed) for row in rows.split(1)])
-            assert torch.equal(alone, got)
-            assert torch.equal(ops.linear(rows[5:9], packed, None, 8, normed=normed), got[5:9])
 
 
 @pytest.mark.parametrize("group", [-1, 32, 128])
@@ -124,7 +100,6 @@ def test_a_row_does_not_depend_on_its_batch_or_on_the_threads(
     isa: str, make_weight: Callable[..., QuantizedWeight]
 ) -> None:
     x = torch.randn(70, 400)
-    x[::3, 100:230:50] = 40.0  # groups with a second digit, in some rows
     for weight, bits in packed_weights(make_weight):
         together = ops.linear(x, weight, None, bits)
         for m in (1, 2, 3, 7, 64):
@@ -150,7 +125,6 @@ def test_instruction_sets_agree_bit_for_bit(
     each_isa: Callable[[Callable[[], Tensor]], list[Tensor]], make_weight: Callable[..., QuantizedWeight]
 ) -> None:
     x = torch.randn(20, 400)
-    x[::2, 100:230:50] = 40.0  # groups with a second digit, in some rows
     for weight, bits in packed_weights(make_weight):
         results = each_isa(lambda w=weight, b=bits: ops.linear(x, w, None, b))
         assert all(torch.equal(results[0], other) for other in results[1:])
