@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from nibblelm.checkpoint.writer import FolderWriter, OutputTensor, plan_files
-from nibblelm.converter import parse_size
 from nibblelm.models import TensorSpec, tensor_plan
+from nibblelm.sizes import parse_size
 
 CONVERT = Path(__file__).with_name("convert.py")
 HIDDEN, FFN, HEADS, KV_HEADS, VOCABULARY = 4096, 14336, 32, 8, 32000

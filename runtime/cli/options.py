@@ -130,9 +130,14 @@ def positive(text: str) -> int:
 
 
 def byte_count(text: str) -> int:
-    """A number of bytes; K, M and G stand for powers of 1024."""
-    number, power = (text[:-1], "KMG".index(text[-1]) + 1) if text[-1:] in ("K", "M", "G") else (text, 0)
-    return positive(number) * 1024**power
+    """A number of bytes, as 512M or 8GB."""
+    from nibblelm.errors import RequestError
+    from nibblelm.sizes import parse_size
+
+    try:
+        return parse_size(text, "it", RequestError)
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def shown_perplexity(figures: Mapping[str, Any]) -> str:

@@ -29,12 +29,12 @@ from nibblelm.ops.types import QuantizedWeight
 from nibblelm.quant.affine import pack_zero_point
 from nibblelm.quant.rows import QuantizedRows, quantize_rows
 from nibblelm.quant.schemes import Options
+from nibblelm.sizes import parse_size
 from nibblelm.weights import check_tensors
 
 RECORD = "nibblelm.json"
 _COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".md")
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30}
 
 Progress = Callable[[int, int, str], None]
 """Called as (source bytes done, source bytes in all, tensor) after every block."""
@@ -162,19 +162,6 @@ def _convert(
         write_json(work.path / "config.json", output_config(checkpoint.config, units, options))
         work.commit()
     return dataclasses.replace(report, reused_tensors=conversion.reused)
-
-
-def parse_size(size: int | str, what: str = "max_shard_size") -> int:
-    """Bytes of "4GB" (10^9), "500MiB" (2^20) or a plain number."""
-    text = str(size).strip().upper().replace(" ", "")
-    digits = text.rstrip("KMGTIB")
-    try:
-        value = int(float(digits) * _UNITS.get(text[len(digits) :], 0))
-    except (ValueError, OverflowError):
-        value = 0
-    if value <= 0:
-        raise ConvertError(f"{what} must be a positive number of bytes such as 4GB or 500MiB, got {size!r}")
-    return value
 
 
 def _cores() -> int:

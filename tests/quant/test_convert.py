@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from nibblelm import convert
 from nibblelm.checkpoint import Scheme, open_checkpoint
-from nibblelm.converter import parse_size
 from nibblelm.converter import source as source_reader
 from nibblelm.errors import CheckpointError, ConfigError, ConvertError
 from nibblelm.ops.reference import dequantize
 from nibblelm.ops.types import QuantizedWeight
+from nibblelm.sizes import parse_size
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -290,7 +290,7 @@ def test_options_out_of_range(options, message, save, tmp_path):
 
 def test_sizes():
     assert parse_size("4GB") == 4 * 10**9
-    assert parse_size("500 MiB") == 500 * 2**20
+    assert parse_size("500 MiB") == parse_size("500M") == 500 * 2**20
     assert parse_size("1.5kb") == 1500
     assert parse_size(123) == parse_size("123") == parse_size("123B") == 123
 
