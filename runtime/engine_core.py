@@ -218,7 +218,7 @@ class _Core:
         self._finish(sequence)
 
     def resume(self, sequence: Sequence, channel: _Channel) -> None:
-        if channel.held:
+        if channel.held and sequence in self._channels:  # its last token may have come after it was parked
             channel.held = False
             self._scheduler.resume(sequence)
 

@@ -1,4 +1,4 @@
-"""What a step costs in Python while the same sequences go on: the device, a step ahead, must not have to wait."""
+"""The engine on a device without a model, a step ahead of the host: what a step costs in Python, who sits out."""
 
 import time
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nibblelm import SamplingParams
-from nibblelm.engine_core import Engine
+from nibblelm.engine_core import BACKLOG, Engine
 from nibblelm.pages import PAGE, page_count
 from nibblelm.request import Request
 from nibblelm.scheduler import Scheduler
@@ -71,3 +71,23 @@ def test_steps_of_the_same_sequences_cost_little(batch: int, most_us: float) -> 
     assert all(len(s.ids) > 5 * PAGE for s in core._scheduler.running)
     assert len(handles) == batch
     assert min(costs) < most_us
+
+
+def test_a_sequence_that_ends_while_it_sits_out_stays_ended() -> None:
+    """Its last token was under way when its reader fell behind, who then reads all of it."""
+    device = Device(2)
+    engine = Engine(device, Scheduler(2, 2 * page_count(CONTEXT), (2048, 512)))  # type: ignore[arg-type]
+    engine._thread = object()  # type: ignore[assignment]
+    core = engine._core
+    unread, other = (
+        engine.add(Request([1, i], SamplingParams(temperature=0, max_tokens=tokens), None, VOCABULARY, CONTEXT, set()))
+        for i, tokens in enumerate((BACKLOG + 1, 2 * BACKLOG))
+    )
+    pieces = other.tokens()
+    for step in range(2 * BACKLOG):
+        if step == BACKLOG + 4:
+            assert len(list(unread.tokens())) == BACKLOG + 1
+        core.heard()
+        core.step()
+        next(pieces)
+    assert core.finished == 2
