@@ -43,8 +43,8 @@ void bind_norm(py::module_& m, const char* name, void (*launcher)(const NormArgs
 void bind_attention(py::module_& m) {
   py::class_<AttentionArgs>(m, "AttentionArgs")
       .def(py::init([](Address q, Address out, const PagedCache& cache, Address slopes, Address prefix, Address starts,
-                       Address mask, Int q_stride, Int mask_stride, Int rows, int mask_columns, int heads, int window,
-                       float scale, float softcap, int dtype) {
+                       Address mask, Address tiles, Int q_stride, Int mask_stride, Int rows, int tile_count,
+                       int mask_columns, int heads, int window, float scale, float softcap, int dtype) {
              return AttentionArgs{.q = at(q),
                                   .out = at(out),
                                   .workspace = nullptr,
@@ -53,9 +53,11 @@ void bind_attention(py::module_& m) {
                                   .prefix = at<std::int32_t>(prefix),
                                   .starts = at<std::int32_t>(starts),
                                   .mask = at<float>(mask),
+                                  .tiles = at<std::int32_t>(tiles),
                                   .q_stride = q_stride,
                                   .mask_stride = mask_stride,
                                   .rows = rows,
+                                  .tile_count = tile_count,
                                   .mask_columns = mask_columns,
                                   .heads = heads,
                                   .window = window,
@@ -64,9 +66,9 @@ void bind_attention(py::module_& m) {
                                   .type = type_of(dtype)};
            }),
            py::kw_only(), py::arg("q"), py::arg("out"), py::arg("cache"), py::arg("slopes"), py::arg("prefix"),
-           py::arg("starts"), py::arg("mask"), py::arg("q_stride"), py::arg("mask_stride"), py::arg("rows"),
-           py::arg("mask_columns"), py::arg("heads"), py::arg("window"), py::arg("scale"), py::arg("softcap"),
-           py::arg("dtype"))
+           py::arg("starts"), py::arg("mask"), py::arg("tiles"), py::arg("q_stride"), py::arg("mask_stride"),
+           py::arg("rows"), py::arg("tile_count"), py::arg("mask_columns"), py::arg("heads"), py::arg("window"),
+           py::arg("scale"), py::arg("softcap"), py::arg("dtype"))
       .def_property("workspace", nullptr, [](AttentionArgs& args, Address to) { args.workspace = at<float>(to); });
   m.def("attention_decode", [](const AttentionArgs& args, Address stream, bool programmatic) {
     attention_decode(args, {at(stream), programmatic});

@@ -91,10 +91,10 @@ class Model:
         self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps, plus_one=True)
         self.head = Head(weights, config)
 
-    def forward(self, step: Step, rows: slice = slice(None)) -> Value:
-        """Logits (rows, vocab) in fp32 of the chosen rows of a step; the step's keys and values enter its cache."""
+    def forward(self, step: Step) -> Value:
+        """Logits (R, vocab) in fp32 of a step's wanted tokens; the step's keys and values enter its cache."""
         x = self.embedding(step.ids)
         for layer in self.layers:
             x = layer(x, step)
-        logits = self.head(self.norm(x.rows(rows)))
+        logits = self.head(self.norm(x.rows(step.wanted)))
         return logits.softcap(self.config.logit_softcap) if self.config.logit_softcap else logits

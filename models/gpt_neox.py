@@ -101,9 +101,9 @@ class Model:
         self.norm = LayerNorm(weights, "gpt_neox.final_layer_norm", config.hidden_size, config.norm_eps)
         self.head = Head(weights, config, "embed_out", "gpt_neox.embed_in")
 
-    def forward(self, step: Step, rows: slice = slice(None)) -> Value:
-        """Logits (rows, vocab) in fp32 of the chosen rows of a step; the step's keys and values enter its cache."""
+    def forward(self, step: Step) -> Value:
+        """Logits (R, vocab) in fp32 of a step's wanted tokens; the step's keys and values enter its cache."""
         x = self.embedding(step.ids)
         for layer in self.layers:
             x = layer(x, step)
-        return self.head(self.norm(x.rows(rows)))
+        return self.head(self.norm(x.rows(step.wanted)))

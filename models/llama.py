@@ -47,9 +47,9 @@ class Model:
         self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps)
         self.head = Head(weights, config)
 
-    def forward(self, step: Step, rows: slice = slice(None)) -> Value:
-        """Logits (rows, vocab) in fp32 of the chosen rows of a step; the step's keys and values enter its cache."""
+    def forward(self, step: Step) -> Value:
+        """Logits (R, vocab) in fp32 of a step's wanted tokens; the step's keys and values enter its cache."""
         x = self.embedding(step.ids)
         for layer in self.layers:
             x = layer(x, step)
-        return self.head(self.norm(x.rows(rows)))
+        return self.head(self.norm(x.rows(step.wanted)))

@@ -6,7 +6,7 @@ depend on who is beside them, and those that compute tokens again after preempti
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import isfinite
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from nibblelm import ops
 from nibblelm.errors import RequestError
 from nibblelm.request import LogitsRequest, Request
-from nibblelm.runner import Runner, SampledSteps
+from nibblelm.runner import PREFILL_CHUNK, Prompt, Runner, SampledSteps
 from nibblelm.sampler import Sampled, Sampler, SamplingParams, device_sampling, unusable_logits
 from nibblelm.scheduler import Chunk, Plan, Scheduler, Sequence
 
@@ -56,25 +56,33 @@ class Executor:
         if hosted:
             yield from self._decode(hosted)
         ended: list[tuple[Sequence, Tensor]] = []
-        for chunk in plan.chunks:
-            logits = self._prefill(chunk)
-            if chunk.sequence.computed < len(chunk.sequence.ids):
-                continue
-            if isinstance(chunk.sequence.owner, LogitsRequest):
-                yield chunk.sequence, None
-            else:
-                ended.append((chunk.sequence, logits[-1:]))
+        for chunks in _launches(plan.chunks, PREFILL_CHUNK[self._runner.device.type]):
+            logits = self._prefill(chunks)
+            for i, s in enumerate(chunk.sequence for chunk in chunks):
+                if isinstance(s.owner, LogitsRequest):
+                    if s.computed == len(s.ids):
+                        yield s, None
+                elif s.computed == len(s.ids):
+                    ended.append((s, logits[i : i + 1]))
         yield from self._first_tokens(ended)
 
-    def _prefill(self, chunk: Chunk) -> Tensor:
-        s = chunk.sequence
-        request: Request | LogitsRequest = s.owner
-        request.begin()
-        every_row = request.every_row
-        logits = self._runner.prefill(s.ids[: chunk.last], s.slot, chunk.first, every_row)
-        self._scheduler.advance(s, chunk.last)
-        if every_row:
+    def _prefill(self, chunks: list[Chunk]) -> Tensor:
+        """Compute what is launched together. Returns the logits (1, vocab) after each chunk."""
+        request: Request | LogitsRequest = chunks[0].sequence.owner
+        for chunk in chunks:
+            chunk.sequence.owner.begin()
+        if request.every_row:
+            (chunk,) = chunks
+            s = chunk.sequence
+            logits = self._runner.prefill(s.ids[: chunk.last], s.slot, chunk.first, every_row=True)
             request.take_rows(chunk.first, logits)
+            logits = logits[-1:]
+        else:
+            logits = self._runner.prefill_together(
+                [Prompt(c.sequence.ids[: c.last], c.sequence.slot, c.first) for c in chunks]
+            )
+        for chunk in chunks:
+            self._scheduler.advance(chunk.sequence, chunk.last)
         return logits
 
     def _first_tokens(self, ended: list[tuple[Sequence, Tensor]]) -> Iterator[tuple[Sequence, Choice]]:
@@ -132,6 +140,27 @@ class Executor:
         self._runner.history[self._spare].clear()
         more = next((count for count in self._step_rows if count >= len(members)), len(members)) - len(members)
         return [s.ids[s.computed] for s in members] + [0] * more, [s.slot for s in members] + [self._spare] * more
+
+
+def _launches(chunks: Iterable[Chunk], room: int) -> Iterator[list[Chunk]]:
+    """A step's chunks as they are launched: `room` tokens together; alone where the logits of every row are read."""
+    together: list[Chunk] = []
+    free = room
+    for chunk in chunks:
+        if chunk.sequence.owner.every_row:
+            yield [chunk]
+            continue
+        first = chunk.first
+        while first < chunk.last:
+            last = min(first + free, chunk.last)
+            together.append(Chunk(chunk.sequence, first, last))
+            free -= last - first
+            first = last
+            if not free:
+                yield together
+                together, free = [], room
+    if together:
+        yield together
 
 
 def _choose_on_device(samplers: list[Sampler], logits: Tensor) -> list[Sampled | RequestError]:

@@ -37,13 +37,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Step:
-    """M new tokens: ids, positions and cache slots, (M,) int32 each, and the cache they enter."""
+    """M new tokens: ids, positions and cache slots, (M,) int32 each, and the cache they enter.
+
+    tiles   (T, 2) int32 where the tokens are of prompts, as in `ops.attention`; else each is generated
+    wanted  (R,) int32, the tokens whose logits are wanted; None: all
+    """
 
     ids: Value
     positions: Value
     slots: Value
     cache: KVCache
-    one_sequence: bool = False  # all tokens follow each other in one slot: a prompt
+    tiles: Value | None = None
+    wanted: Value | None = None
 
 
 class Linear:
@@ -190,8 +195,7 @@ class Attention:
         caches = {"k_cache": cache.keys[self.layer], "v_cache": cache.values[self.layer], "tables": cache.tables}
         qkv = self.qkv(x).heads(self.head_dim)
         q = qkv.rope_append(step.positions, step.slots, cos=self.rope.cos, sin=self.rope.sin, **caches, **self.norms)
-        options = {"one_sequence": step.one_sequence, **self.options}
-        return self.o(q.attention(step.positions, step.slots, **caches, **options))
+        return self.o(q.attention(step.positions, step.slots, step.tiles, **caches, **self.options))
 
 
 class Mlp:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -15,11 +16,14 @@ from nibblelm.graph import Graph, Value, fused, record
 from nibblelm.kv_cache import KVCache, bytes_per_token
 from nibblelm.layers import Rope, Step
 from nibblelm.memory import require_memory
-from nibblelm.ops import PAGE, SamplingState
+from nibblelm.ops import PAGE, SamplingState, prompt_tiles
 from nibblelm.pages import page_count
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
 """Most tokens of one prefill step; where a prompt is cut changes no bit."""
+
+_PROGRAM_ROWS = (16, 32, *range(64, 513, 64))
+"""Rows of prefill steps that CUDA replays, filled up; for more, the device takes longer than Python does to launch."""
 
 
 def workspace_bytes(config: DecoderConfig, device: torch.device) -> int:
@@ -34,7 +38,25 @@ class DecoderModel(Protocol):
     config: DecoderConfig
     rope: Rope
 
-    def forward(self, step: Step, rows: slice = ...) -> Value: ...
+    def forward(self, step: Step) -> Value: ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """ids[start:] are to be computed, at positions start, start + 1 ... of `slot`, whose cache holds ids[:start]."""
+
+    ids: Sequence[int]
+    slot: int = 0
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class _PromptStep:
+    """A captured step of prompts: where its inputs lie, one behind the other, and the result."""
+
+    inputs: Tensor  # int32
+    program: Any
+    result: Tensor
 
 
 @dataclass(frozen=True)
@@ -75,9 +97,11 @@ class Runner:
         self.cache: Any = None
         if device.type == "cpu":
             ops.backend(device).keep_freed_memory()
-        self._graphs: dict[tuple[bool, bool], Graph] = {}
+        self._graphs: dict[tuple[bool, bool], Graph] = {}  # by what Step has: tiles, wanted
         self._steps: dict[tuple[int, bool], _DecodeStep] = {}
         self._states: dict[tuple[int, bool], SamplingState] = {}
+        self._prompt_steps: dict[tuple[int, int], _PromptStep | None] = {}  # by rows and tiles; None: seen once
+        self._pool: Any = None  # of the device memory that prompt steps have in common
 
     def with_capacity(self, capacity: int) -> "Runner":
         """A runner of the same model with room for `capacity` positions; this one gives up its cache."""
@@ -92,6 +116,8 @@ class Runner:
         self._graphs.clear()
         self._steps.clear()
         self._states.clear()
+        self._prompt_steps.clear()
+        self._pool = None
         if held and self.device.type == "cuda":
             with self._card():
                 torch.cuda.empty_cache()  # else torch keeps it, and the device does not count it as free
@@ -131,21 +157,51 @@ class Runner:
             raise RequestError(
                 f"prefill of {len(ids)} tokens from {start}: the cache has room for 1 to {self.capacity}"
             )
-        with self._card():
-            return self._prefill(ids, slot, start, every_row)
-
-    def _prefill(self, ids: Sequence[int], slot: int, start: int, every_row: bool) -> Tensor:
-        self.model.rope.reach(len(ids))
-        self.history[slot] = list(ids[:start])
         chunk, parts = PREFILL_CHUNK[self.device.type], []
         for first in range(start, len(ids), chunk):
-            last = min(first + chunk, len(ids))
-            new = self._rows(ids[first:last], range(first, last), [slot] * (last - first))
-            logits = self._graph(one_sequence=True, every_row=every_row)(*new)
-            if every_row or last == len(ids):
-                parts.append(logits)
-            self.history[slot] += ids[first:last]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            prompt = Prompt(ids[: min(first + chunk, len(ids))], slot, first)
+            parts.append(self._prefill([prompt], every_row))
+        return torch.cat(parts) if every_row and len(parts) > 1 else parts[-1]
+
+    def prefill_together(self, prompts: Sequence[Prompt]) -> Tensor:
+        """Prompts of different slots, of at most PREFILL_CHUNK new tokens in all, in one step.
+
+        Returns the logits (len(prompts), vocab) of the last token of each; fp32.
+        """
+        return self._prefill(prompts, every_row=False)
+
+    def _prefill(self, prompts: Sequence[Prompt], every_row: bool) -> Tensor:
+        self.model.rope.reach(max(len(p.ids) for p in prompts))
+        counts = [len(p.ids) - p.start for p in prompts]
+        tiles, rows = prompt_tiles(counts), sum(counts)
+        key = next((count for count in _PROGRAM_ROWS if count >= rows), 0), 1 << (len(tiles) - 1).bit_length()
+        programmed = self.graph and self.device.type == "cuda" and key[0] and not every_row
+        with self._card():
+            if programmed and key in self._prompt_steps:
+                step = self._prompt_steps[key] or self._captured(*key)
+                step.inputs.copy_(torch.tensor(_prompt_inputs(prompts, tiles, *key), dtype=torch.int32))
+                step.program.replay()
+                logits = step.result[: len(prompts)].clone()
+            else:  # the first time, kernels are loaded on the way
+                if programmed:
+                    self._prompt_steps[key] = None
+                inputs = torch.tensor(_prompt_inputs(prompts, tiles, rows, len(tiles)), dtype=torch.int32)
+                graph = self._graph(prompts=True, every_row=every_row)
+                logits = graph(*_prompt_views(inputs.to(self.device), rows, len(tiles)))[
+                    : rows if every_row else len(prompts)
+                ]
+        for p in prompts:
+            self.history[p.slot] = list(p.ids)
+        return logits
+
+    def _captured(self, rows: int, tiles: int) -> _PromptStep:
+        inputs = torch.zeros(3 * rows + 3 * tiles, dtype=torch.int32, device=self.device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with ops.capture(self.device, self._pool) as program:
+            result = self._graph(prompts=True, every_row=False)(*_prompt_views(inputs, rows, tiles))
+        step = self._prompt_steps[rows, tiles] = _PromptStep(inputs, program, result)
+        return step
 
     def decode(self, ids: Sequence[int], slots: Sequence[int]) -> Tensor:
         """Feed one token to each of M slots. Returns logits (M, vocab), fp32, valid until the next call."""
@@ -195,18 +251,18 @@ class Runner:
         return len(step.program)
 
     def _logits(self, rows: Tensor) -> Tensor:
-        return self._graph(one_sequence=False, every_row=True)(*rows)
+        return self._graph(prompts=False, every_row=True)(*rows)
 
-    def _graph(self, one_sequence: bool, every_row: bool) -> Graph:
-        """The ops from ids, positions and slots to the logits of the tokens, or of the last one."""
-        key = (one_sequence, every_row)
+    def _graph(self, prompts: bool, every_row: bool) -> Graph:
+        """The ops from ids, positions and slots, of prompts also tiles and wanted, to the logits."""
+        key = (prompts, every_row)
         if key not in self._graphs:
 
-            def forward(ids: Value, positions: Value, slots: Value) -> Value:
-                step = Step(ids, positions, slots, self.cache, one_sequence)
-                return self.model.forward(step, slice(None) if every_row else slice(-1, None))
+            def forward(ids: Value, positions: Value, slots: Value, *more: Value) -> Value:
+                tiles, wanted = more or (None, None)
+                return self.model.forward(Step(ids, positions, slots, self.cache, tiles, None if every_row else wanted))
 
-            graph = record(forward, 3, self.device)
+            graph = record(forward, 5 if prompts else 3, self.device)
             self._graphs[key] = fused(graph) if self.graph else graph
         return self._graphs[key]
 
@@ -228,6 +284,35 @@ class Runner:
 
     def _rows(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Tensor:
         return torch.tensor((ids, positions, slots), dtype=torch.int32, device=self.device)
+
+
+def _prompt_inputs(prompts: Sequence[Prompt], tiles: Sequence[tuple[int, int]], rows: int, room: int) -> list[int]:
+    """Ids, positions and slots of a step, `room` tiles, and the row of each prompt's last token; filled up."""
+    ids = [token for p in prompts for token in p.ids[p.start :]]
+    more, idle = [0] * (rows - len(ids)), [0] * (2 * (room - len(tiles)))
+    positions = [position for p in prompts for position in range(p.start, len(p.ids))]
+    slots = [p.slot for p in prompts for _ in range(p.start, len(p.ids))]
+    last = [end - 1 for end in accumulate(len(p.ids) - p.start for p in prompts)]
+    flat = [number for tile in tiles for number in tile]
+    # a row that nobody reads has no slot: it writes no key and no value
+    return [
+        *ids,
+        *more,
+        *positions,
+        *more,
+        *slots,
+        *(-1 for _ in more),
+        *flat,
+        *idle,
+        *last,
+        *([0] * (room - len(last))),
+    ]
+
+
+def _prompt_views(inputs: Tensor, rows: int, tiles: int) -> list[Tensor]:
+    """Ids, positions, slots, tiles and the rows wanted."""
+    ids, positions, slots, table, wanted = inputs.split([rows, rows, rows, 2 * tiles, tiles])
+    return [ids, positions, slots, table.view(-1, 2), wanted]
 
 
 class SampledSteps:

@@ -83,7 +83,8 @@ class Plan:
 class Scheduler:
     """Sequences in `slots` slots and a pool of `pages`.
 
-    budget  tokens of a step without a sequence that generates, and of a step with one: what they may wait for
+    budget  tokens of a step without a sequence that generates, and of a step with some: what they may wait for. Where
+            half as many wait for their first token, it is half of the former: they wait too
     """
 
     def __init__(self, slots: int, pages: int, budget: tuple[int, int]) -> None:
@@ -140,7 +141,7 @@ class Scheduler:
                 prompts.append(s)
             elif self._grow(s, min(s.computed + 1 + AHEAD, s.limit - 1)):
                 decodes.append(s)
-        budget = self._budget[bool(decodes)] - len(decodes)
+        budget = self._step_budget(len(prompts) + len(self.waiting), len(decodes)) - len(decodes)
         chunks: list[Chunk] = []
         begun: set[tuple[int, tuple[int, ...]]] = set()  # full pages that this step begins, as the pool knows them
         for s in self._prompts(prompts):
@@ -160,6 +161,10 @@ class Scheduler:
             page, tokens = sequence.pages[sequence.published], sequence.ids[end - PAGE : end]
             sequence.chain = self.pool.publish(page, sequence.chain, tokens)
             sequence.published += 1
+
+    def _step_budget(self, prompts: int, decodes: int) -> int:
+        alone, shared = self._budget
+        return alone if not decodes else max(shared, alone // 2) if 2 * prompts > decodes else shared
 
     def _prompts(self, begun: list[Sequence]) -> Iterator[Sequence]:
         """Sequences whose prompts come next: those begun, then those that get a slot."""

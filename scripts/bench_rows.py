@@ -134,10 +134,11 @@ def bench_prefill_attention(limits: Limits, quick: bool) -> Iterator[Row]:
         q = torch.randn(length, 32, 128, device=DEVICE).to(BF16)
         slots = torch.zeros(length, device=DEVICE).int()
         where = (slots, torch.arange(length, device=DEVICE).int(), page_tables(length, 1))
+        tiles = torch.tensor(ops.prompt_tiles([length]), dtype=torch.int32, device=DEVICE)
         heads_first = q.transpose(0, 1).unsqueeze(0).contiguous()
 
-        def ours(kv: Any, q: Tensor = q, where: tuple[Tensor, ...] = where) -> Tensor:
-            return ops.attention(q, *kv, *where, 128**-0.5, one_sequence=True)
+        def ours(kv: Any, q: Tensor = q, where: tuple[Tensor, ...] = where, tiles: Tensor = tiles) -> Tensor:
+            return ops.attention(q, *kv, *where, 128**-0.5, tiles=tiles)
 
         def sdpa(kv: Any, q: Tensor = heads_first, shape: tuple[int, ...] = (1, 8, length, 128)) -> Tensor:
             k, v = (t.view(shape) for t in kv)

@@ -43,6 +43,21 @@ __device__ __forceinline__ Interval attended(const AttentionArgs& a, int64_t row
   return attended(a, row, a.cache.slots[row], a.cache.positions[row]);
 }
 
+// Rows [first, end) of prompts.
+struct RowTile {
+  int first;
+  int end;
+};
+
+// Number `index` of the tiles of at most kRows rows, into which a.tiles are cut. May be empty.
+template <int kRows>
+__device__ __forceinline__ RowTile row_tile(const AttentionArgs& a, int index) {
+  static_assert(kPrefillTile % kRows == 0);
+  const int32_t* const tile = a.tiles + 2 * (index / (kPrefillTile / kRows));
+  const int first = tile[0] + index % (kPrefillTile / kRows) * kRows;
+  return {first, min(first + kRows, tile[0] + tile[1])};
+}
+
 // 16 bytes to shared memory by cp.async, zeros where they are not wanted.
 __device__ __forceinline__ void copy_or_zero(uint32_t shared, const bf16* global, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0)

@@ -8,6 +8,8 @@
 
 namespace nibblelm::cuda {
 
+constexpr int kPrefillTile{128};  // rows of a tile of `tiles`, at most
+
 // Row m attends to the interval of positions of cache.slots[m] that its position, window, prefix, starts and the mask's
 // width allow. A row with a slot outside the cache (-1: an idle row of a batch) gives zeros.
 struct AttentionArgs {
@@ -19,9 +21,11 @@ struct AttentionArgs {
   const int32_t* prefix;  // (rows,) or null
   const int32_t* starts;  // (slot_count,) or null
   const float* mask;      // (rows, mask_columns), rows mask_stride apart, or null
+  const int32_t* tiles;   // (tile_count, 2) first row and number of rows of each tile; prefill only
   int64_t q_stride;
   int64_t mask_stride;
   int64_t rows;
+  int tile_count;
   int mask_columns;
   int heads;
   int window;  // 0: none
@@ -45,7 +49,8 @@ void attention_rope(const AttentionArgs& args, const RopeTable& table, const flo
                     float eps, bool plus_one, const Launch& launch);
 bool attention_fuses(const AttentionArgs& args, const RopeTable& table);
 
-// All rows on cache.slots[0]: tiles of rows share the keys they read.
+// Rows of prompts: those of a tile are of one slot and share the keys they read. A row's result does not depend on the
+// others; of a row in no tile there is none.
 void attention_prefill(const AttentionArgs& args, const Launch& launch);
 
 // The same two in plain fp32 arithmetic, for fp32 and for head sizes without a tensor-core kernel (which call these).

@@ -5,6 +5,7 @@
 // V^T p, and both operands come from row-major tiles by ldmatrix. Each warp brings its own tiles by cp.async, several
 // ahead, and waits for no other warp before the end. The blocks of a thread-block cluster divide a row's positions and
 // merge through distributed shared memory; where a row takes several, or none, the rest is merged through device
+// memory. Of many rows, a block takes all parts of one, or a good length of them, with the same merges in its own
 // memory.
 #include <bit>
 
@@ -16,11 +17,13 @@ namespace nibblelm::cuda {
 namespace {
 
 // What a block has to do for the row at (slot, position).
+template <int kParts>
 struct Share {
   int slot;
   int position;
   Interval range;
   Plan plan;
+  int parts;  // of the row, at most, for this block
   int begin;
   int end;
 
@@ -29,8 +32,10 @@ struct Share {
                                              int most_groups) {
     const Interval range = kPlain ? attended_plain(a, slot, position) : attended(a, row, slot, position);
     const Plan plan = Plan::of(range, most_groups);
-    const int begin = range.first + static_cast<int>(blockIdx.x) * plan.span;
-    return {slot, position, range, plan, begin, min(range.end, begin + plan.span)};
+    // a power of two of parts, so that merging groups of them needs no part of another block's
+    const int parts = kParts == 1 ? 1 : min(kParts, 1 << (31 - __clz(max(kBlockPositions / plan.span, 1))));
+    const int begin = range.first + static_cast<int>(blockIdx.x) * parts * plan.span;
+    return {slot, position, range, plan, parts, begin, min(range.end, begin + parts * plan.span)};
   }
   __device__ __forceinline__ bool empty() const { return begin >= end; }
   __device__ __forceinline__ bool newest() const { return position == end - 1; }  // is among these positions
@@ -60,8 +65,8 @@ struct Place {
 
 // Asks L2 for a warp's tiles of a short row; those of a long one would be gone from L2 before their turn.
 template <class F>
-__device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Share& share, const Place<F>& at,
-                                               int pages) {
+__device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Share<F::kParts>& share,
+                                               const Place<F>& at, int pages) {
   constexpr int D{F::D}, kLine{64};  // values
   if (share.end - share.begin > 2 * kPartPositions) return;
   int p = share.begin + at.warp * kTile;
@@ -82,8 +87,10 @@ __device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Sh
 // right but for the step after a change, and what it was used for then is done again. It is read around L1, which would
 // keep it.
 template <class F, bool kOptions, bool kFused>
-__device__ __forceinline__ Share begin(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
-                                       int most_groups, uint32_t tiles, RawHeads<F::D, F::kWarps>& raw, int& pages) {
+__device__ __forceinline__ Share<F::kParts> begin(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
+                                                  int most_groups, uint32_t tiles, RawHeads<F::D, F::kWarps>& raw,
+                                                  int& pages) {
+  using Share = Share<F::kParts>;
   const bool guesses = kFused || (!kOptions && a.prefix == nullptr && a.starts == nullptr);
   Share share{};
   const auto ring = [&] {
@@ -94,8 +101,8 @@ __device__ __forceinline__ Share begin(const AttentionArgs& a, const HeadArgs& h
   };
   if (guesses) {
     const int guess = __ldcg(a.cache.positions + at.row);
-    share = Share::of<true>(a, at.row, guess < a.cache.capacity() ? __ldcg(a.cache.slots + at.row) : -1, guess,
-                            most_groups);
+    share = Share::template of<true>(a, at.row, guess < a.cache.capacity() ? __ldcg(a.cache.slots + at.row) : -1, guess,
+                                     most_groups);
     ask_pages();
     if (!share.empty()) prefetch_tiles<F>(a.cache, share, at, pages);
   }
@@ -103,7 +110,7 @@ __device__ __forceinline__ Share begin(const AttentionArgs& a, const HeadArgs& h
   if constexpr (kFused) raw.read(a, at.row, at.first_head, at.heads, at.kv_head);
   const int slot = a.cache.slots[at.row], position = a.cache.positions[at.row];
   if (!guesses) {
-    share = Share::of<false>(a, at.row, slot, position, most_groups);
+    share = Share::template of<false>(a, at.row, slot, position, most_groups);
     ask_pages();
   }
 #pragma unroll 1
@@ -115,7 +122,7 @@ __device__ __forceinline__ Share begin(const AttentionArgs& a, const HeadArgs& h
     if (share.slot == slot && share.position == position) return share;
     copy_async_wait<0>();
     __syncwarp();
-    share = Share::of<true>(a, at.row, slot, position, most_groups);
+    share = Share::template of<true>(a, at.row, slot, position, most_groups);
     ask_pages();
   }
 }
@@ -123,7 +130,8 @@ __device__ __forceinline__ Share begin(const AttentionArgs& a, const HeadArgs& h
 // Norm and rotation of the query heads and the new key, while the tiles are on their way; writes the new position.
 template <class F>
 __device__ __forceinline__ void prepare(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
-                                        const Share& share, RawHeads<F::D, F::kWarps>& raw, Prepared<F::D>& prepared) {
+                                        const Share<F::kParts>& share, RawHeads<F::D, F::kWarps>& raw,
+                                        Prepared<F::D>& prepared) {
   const bool asked = share.newest() && at.in_group == 0;
   const int64_t target = asked ? written_row(a.cache, share.slot, share.position, at.kv_head) : -1;
   bf16* const keys = static_cast<bf16*>(a.cache.k);
@@ -135,12 +143,13 @@ __device__ __forceinline__ void prepare(const AttentionArgs& a, const HeadArgs& 
 
 // All parts of this row's heads are in device memory, or merged by clusters: their blocks' last one writes the result.
 template <class F, class Write>
-__device__ __forceinline__ void merge_row(const AttentionArgs& a, const Place<F>& at, int parts, Write write) {
+__device__ __forceinline__ void merge_row(const AttentionArgs& a, const Place<F>& at, int parts, int partials_of_head,
+                                          Write write) {
   constexpr int kQuads{F::D / 4};
 #pragma unroll 1
   for (int i = threadIdx.x; i < at.heads * kQuads; i += F::kWarps * kWarp) {
     const int h = i / kQuads, d = i % kQuads * 4;
-    const Partials partials(a, at.first_head + h, gridDim.x / F::kCluster);
+    const Partials partials(a, at.first_head + h, partials_of_head);
     const auto statistics = [&](int n) { return __ldcg(partials.statistics + n); };
     const auto output = [&](int n) {
       return __ldcg(reinterpret_cast<const float4*>(partials.outputs + static_cast<int64_t>(n) * F::D + d));
@@ -167,7 +176,7 @@ __device__ __forceinline__ void merge_row(const AttentionArgs& a, const Place<F>
 template <class F, bool kOptions, bool kFused>
 __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
     attention_decode_kernel(const __grid_constant__ AttentionArgs a, const __grid_constant__ HeadArgs head_args,
-                            int64_t first_row, int groups, int most_groups) {
+                            int64_t first_row, int groups, int most_groups, int partials_of_head) {
   constexpr int D{F::D}, kQuads{D / 4};
   using R = Ring<F>;
   constexpr int kRounds{(kHeads * kQuads + R::kThreads - 1) / R::kThreads};
@@ -179,7 +188,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   __syncwarp();
   RawHeads<D, F::kWarps> raw;
   int pages{};  // of this warp's first tiles, one a lane
-  const Share share = begin<F, kOptions, kFused>(a, head_args, at, most_groups, shared_address(storage), raw, pages);
+  const Share<F::kParts> share =
+      begin<F, kOptions, kFused>(a, head_args, at, most_groups, shared_address(storage), raw, pages);
   bf16* const out = static_cast<bf16*>(a.out) + (at.row * a.heads + at.first_head) * D;
   if (share.empty()) {
     if (share.plan.length == 0 && at.part == 0)
@@ -213,90 +223,122 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   const auto weigh = [&](float (&s)[4], int p, uint32_t& p0, uint32_t& p1) {
     sum.template weigh<kOptions>(a, s, at.row, share.position, at.first_head, p, share.end, at.g, at.j, p0, p1);
   };
-  attend(sum, ring, q, first, pages, insert, weigh);
-
-  const int parts = share.plan.parts(), partials_of_row = (parts + F::kCluster - 1) / F::kCluster;
-  const int ranks = min(F::kCluster, parts - (at.part - at.rank));  // blocks with work in this cluster
-  const MergeSpace<F> space{storage};
-  space.store(sum, at.warp, at.g, at.j, at.heads);
-  if (ranks > 1) cluster_arrive();  // what was read from this warp's ring has been used
-  __syncthreads();
+  int p = first, page = __shfl_sync(kAllLanes, pages, R::kUnits / 2), unit = 0;
+  const int parts = share.plan.parts();
   const auto write = [&](int h, int d, const Triple& t) {
     const float inverse = t.l == 0.0f ? 0.0f : __fdividef(1.0f, t.l);
     *reinterpret_cast<uint2*>(out + h * D + d) = {pack2<bf16>(__fmul_rn(t.o.x, inverse), __fmul_rn(t.o.y, inverse)),
                                                   pack2<bf16>(__fmul_rn(t.o.z, inverse), __fmul_rn(t.o.w, inverse))};
   };
-  const auto finish = [&](int h, int d, const Triple& t) {
-    if (partials_of_row == 1) return write(h, d, t);
-    const Partials partials(a, at.first_head + h, gridDim.x / F::kCluster);
-    *reinterpret_cast<float4*>(partials.outputs + static_cast<int64_t>(at.part / F::kCluster) * D + d) = t.o;
-    if (d == 0) partials.statistics[at.part / F::kCluster] = {t.m, t.l};
+  const auto leave = [&](int n, int h, int d, const Triple& t) {  // partial result n in device memory
+    const Partials partials(a, at.first_head + h, partials_of_head);
+    *reinterpret_cast<float4*>(partials.outputs + static_cast<int64_t>(n) * D + d) = t.o;
+    if (d == 0) partials.statistics[n] = {t.m, t.l};
   };
-  // Quads of the output, (head, d .. d + 3); a thread keeps its own throughout.
-  Triple merged[kRounds];
+  const auto each_quad = [&](auto f) {  // of the output, (head, d .. d + 3); a thread keeps its own throughout
 #pragma unroll
-  for (int r = 0; r < kRounds; ++r) {
-    const int i = threadIdx.x + r * R::kThreads, h = i / kQuads, d = i % kQuads * 4;
-    if (h >= at.heads) break;
+    for (int r = 0; r < kRounds; ++r) {
+      const int i = threadIdx.x + r * R::kThreads, h = i / kQuads;
+      if (h < at.heads) f(r, h, i % kQuads * 4);
+    }
+  };
+  if constexpr (F::kParts > 1) {
+    const PartSpace<F> space{reinterpret_cast<float*>(storage + F::kBytes), at.heads};
+    const bool whole = parts <= share.parts;
+    int part{0};
+#pragma unroll 1
+    for (int from = share.begin; from < share.end; from += share.plan.span, ++part) {
+      attend(sum, ring, q, p, min(from + share.plan.span, share.end), page, unit, insert, weigh);
+      space.store(sum, part % 2, at.warp, at.g, at.j);
+      __syncthreads();
+      each_quad([&](int, int h, int d) {
+        const Triple t = space.merged(part % 2, h, d);
+        whole ? space.keep_part(part, h, d, t) : leave(at.part * share.parts + part, h, d, t);
+      });
+    }
+    if (whole) {
+      __syncthreads();
+      each_quad([&](int, int h, int d) { write(h, d, space.merged_parts(parts, h, d)); });
+    } else if (arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y),
+                            (parts + share.parts - 1) / share.parts)) {
+      merge_row<F>(a, at, parts, partials_of_head, write);
+    }
+    return;
+  }
+  attend(sum, ring, q, p, share.end, page, unit, insert, weigh);
+
+  const int partials_of_row = (parts + F::kCluster - 1) / F::kCluster;
+  const int ranks = min(F::kCluster, parts - (at.part - at.rank));  // blocks with work in this cluster
+  const MergeSpace<F> space{storage};
+  space.store(sum, at.warp, at.g, at.j, at.heads);
+  if (ranks > 1) cluster_arrive();  // what was read from this warp's ring has been used
+  __syncthreads();
+  const auto finish = [&](int h, int d, const Triple& t) {
+    partials_of_row == 1 ? write(h, d, t) : leave(at.part / F::kCluster, h, d, t);
+  };
+  Triple merged[kRounds];
+  each_quad([&](int r, int h, int d) {
     merged[r] = space.merged(h, d);
     if (ranks == 1) finish(h, d, merged[r]);
-  }
+  });
   if (ranks > 1) {
     if (at.rank == 0 && threadIdx.x == 0) cluster_expect(&received, ranks * at.heads * (D * 4 + 8));
     cluster_wait();
     const uint32_t barrier = cluster_address(&received, 0);
-#pragma unroll
-    for (int r = 0; r < kRounds; ++r) {
-      const int i = threadIdx.x + r * R::kThreads, h = i / kQuads, d = i % kQuads * 4;
-      if (h >= at.heads) break;
+    each_quad([&](int r, int h, int d) {
       cluster_store(cluster_address(space.part(at.rank, h) + d, 0), merged[r].o, barrier);
       if (d == 0)
         cluster_store(cluster_address(space.part_statistics(at.rank) + h, 0), float2{merged[r].m, merged[r].l},
                       barrier);
-    }
+    });
     if (at.rank != 0) return;
     cluster_receive(&received);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < at.heads * kQuads; i += R::kThreads) {
-      const int h = i / kQuads, d = i % kQuads * 4;
+    each_quad([&](int, int h, int d) {
       finish(h, d,
              merge<kGroup>(
                  ranks, [&](int r) { return space.part_statistics(r)[h]; },
                  [&](int r) { return *reinterpret_cast<const float4*>(space.part(r, h) + d); }));
-    }
+    });
   }
   if (partials_of_row > 1 && arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y), partials_of_row))
-    merge_row<F>(a, at, parts, write);
+    merge_row<F>(a, at, parts, partials_of_head, write);
 }
 
 // ---- launcher ----
 
-using Kernel = void (*)(AttentionArgs, HeadArgs, int64_t, int, int);
+using Kernel = void (*)(AttentionArgs, HeadArgs, int64_t, int, int, int);
 
 struct Choice {
   Kernel kernel;
   int threads;
   int bytes;    // of shared memory
   int cluster;  // blocks
+  int parts;    // at most, that a block takes
 };
 
 template <class F, bool kOptions, bool kFused>
-Choice choice() {
+Choice choice(int heads) {
   const Kernel kernel = attention_decode_kernel<F, kOptions, kFused>;
   cudaFuncAttributes compiled{};
   check(cudaFuncGetAttributes(&compiled, kernel), "attention: cudaFuncGetAttributes");
-  return {kernel, F::kWarps * kWarp, F::kBytes, compiled.ptxVersion >= 90 ? F::kHostCluster : 1};
+  const int bytes = F::kBytes + (F::kParts > 1 ? PartSpace<F>::bytes(heads) : 0);
+  return {kernel, F::kWarps * kWarp, bytes, compiled.ptxVersion >= 90 ? F::kHostCluster : 1, F::kParts};
 }
 
 // The result is the same whatever is chosen.
 template <int D, bool kFused>
 Choice choose(const AttentionArgs& a) {
-  if constexpr (!kFused)
-    if (has_options(a)) return choice<RowForm<D>, true, false>();
   const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
+  const int per_kv = a.heads / a.cache.kv_heads, heads = std::min(kHeads, per_kv);
+  const int64_t blocks = a.rows * a.cache.kv_heads * ceil_div(per_kv, kHeads);
+  const bool many = blocks >= device_attribute(cudaDevAttrMultiProcessorCount) &&
+                    room >= ManyForm<D>::kBytes + PartSpace<ManyForm<D>>::bytes(heads);
+  if constexpr (!kFused)
+    if (has_options(a)) return many ? choice<ManyForm<D>, true, false>(heads) : choice<RowForm<D>, true, false>(heads);
+  if (many) return choice<ManyForm<D>, false, kFused>(heads);
   if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<D>::kBytes)
-    return choice<LongForm<D>, false, kFused>();
-  return choice<RowForm<D>, false, kFused>();
+    return choice<LongForm<D>, false, kFused>(heads);
+  return choice<RowForm<D>, false, kFused>(heads);
 }
 
 // How a row is divided among blocks.
@@ -305,9 +347,11 @@ struct Division {
   int per_row;      // head groups of all KV heads
   int most_groups;  // of parts, of a row that is not long
   int row_groups;   // of parts, of the longest row that the cache has room for
+  int blocks;       // of a row's heads, at most
+  int partials;     // in device memory, of a head, at most
   RowChunks chunks;
 
-  static Division of(const AttentionArgs& a, int cluster) {
+  static Division of(const AttentionArgs& a, const Choice& chosen) {
     Division d{};
     d.head_groups = ceil_div(a.heads / a.cache.kv_heads, kHeads);
     d.per_row = a.cache.kv_heads * d.head_groups;
@@ -316,7 +360,12 @@ struct Division {
     const int capacity = a.cache.capacity(), wanted = ceil_div(capacity, kGroup * kPartPositions);
     d.row_groups = std::min(capacity > kLongRow ? 2 * d.most_groups : d.most_groups,
                             static_cast<int>(std::bit_ceil(static_cast<unsigned>(wanted))));
-    d.chunks = RowChunks::of(a, kGroup * d.row_groups / cluster, d.per_row);
+    d.blocks = kGroup * d.row_groups, d.partials = d.blocks / chosen.cluster;
+    if (chosen.parts > 1) {  // a block takes more than half of kBlockPositions, or all there is
+      if (capacity <= kBlockPositions) d.partials = 1;
+      d.blocks = d.partials == 1 ? 1 : std::min(d.blocks, ceil_div(2 * capacity, kBlockPositions));
+    }
+    d.chunks = RowChunks::of(a, d.partials, d.per_row);
     return d;
   }
 };
@@ -326,7 +375,7 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   if (a.rows == 0) return;
   const auto what = [&] { return describe(kFused ? "rope_attention" : "attention", a); };
   const Choice chosen = choose<D, kFused>(a);
-  const Division division = Division::of(a, chosen.cluster);
+  const Division division = Division::of(a, chosen);
   allow_shared_memory(chosen.kernel, chosen.bytes, what);
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -340,8 +389,9 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   config.attrs = chosen.cluster > 1 ? attributes : attributes + 1;
   config.numAttrs = (chosen.cluster > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
   division.chunks.each(a, [&](int64_t first, int64_t rows) {
-    config.gridDim = dim3(kGroup * division.row_groups, division.per_row, static_cast<unsigned>(rows));
-    check(cudaLaunchKernelEx(&config, chosen.kernel, a, head_args, first, division.head_groups, division.most_groups),
+    config.gridDim = dim3(division.blocks, division.per_row, static_cast<unsigned>(rows));
+    check(cudaLaunchKernelEx(&config, chosen.kernel, a, head_args, first, division.head_groups, division.most_groups,
+                             division.partials),
           what());
   });
 }
@@ -360,8 +410,7 @@ bool with_tensor_cores(const AttentionArgs& a, F&& f) {
 
 int64_t attention_workspace(const AttentionArgs& a) {
   int64_t bytes{0};
-  if (with_tensor_cores(a, [&]<int D>() { bytes = Division::of(a, choose<D, false>(a).cluster).chunks.bytes; }))
-    return bytes;
+  if (with_tensor_cores(a, [&]<int D>() { bytes = Division::of(a, choose<D, false>(a)).chunks.bytes; })) return bytes;
   return attention_workspace_fma(a);
 }
 

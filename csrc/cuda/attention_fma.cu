@@ -68,8 +68,10 @@ __global__ void __launch_bounds__(kThreads)
   const int kv_head = kDecode ? blockIdx.y / groups : blockIdx.y / per_kv;
   const int in_group = kDecode ? blockIdx.y % groups * kBlock : 0;
   const int first_head = kDecode ? kv_head * per_kv + in_group : blockIdx.y;
-  const int64_t row = kDecode ? first_row + blockIdx.z : static_cast<int64_t>(blockIdx.z) * kBlock;
-  const int count = kDecode ? min(kBlock, per_kv - in_group) : static_cast<int>(min(int64_t{kBlock}, a.rows - row));
+  const RowTile tile = kDecode ? RowTile{} : row_tile<kBlock>(a, blockIdx.z);
+  const int64_t row = kDecode ? first_row + blockIdx.z : tile.first;
+  const int count = kDecode ? min(kBlock, per_kv - in_group) : tile.end - tile.first;
+  if (count <= 0) return;
   const auto row_of = [&](int i) { return kDecode ? row : row + i; };
   const auto head_of = [&](int i) { return kDecode ? first_head + i : first_head; };
 
@@ -104,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
     range[n] = i < count ? (kDecode ? block : attended(a, row_of(i))) : Interval{0, 0};
     position[n] = i < count ? a.cache.positions[row_of(i)] : 0;
   }
-  const int slot = max(a.cache.slots[kDecode ? row : 0], 0);
+  const int slot = max(a.cache.slots[row], 0);
   float* const p = weights + warp * kColumns * kVectors;  // (column, vector)
 
   for (int first = block.first; first < block.end; first += kColumns) {
@@ -215,8 +217,8 @@ void attention_decode_fma(const AttentionArgs& a, const Launch& launch) {
 }
 
 void attention_prefill_fma(const AttentionArgs& a, const Launch& launch) {
-  const int tiles = ceil_div(a.rows, kBlock);
-  if (tiles > 65535) throw std::invalid_argument(describe("attention prefill", a) + ": too many rows in one call");
+  const int tiles = a.tile_count * (kPrefillTile / kBlock);
+  if (tiles > 65535) throw std::invalid_argument(describe("attention prefill", a) + ": too many tiles in one call");
   launch_kernel(
       launch, [&] { return describe("attention prefill", a); }, kernel_of<false>(a),
       dim3(1, a.heads, static_cast<unsigned>(tiles)), dim3(kThreads), shared_bytes(a.cache.head_dim), a, int64_t{0}, 1,

@@ -91,6 +91,60 @@ struct MergeSpace {
   }
 };
 
+// Behind the ring of a block that takes several parts: the warps' outputs of the part before and of this one, then what
+// the parts came to. A row of a head's output is followed by its statistics, which keeps lanes off each other's banks.
+template <class F>
+struct PartSpace {
+  static constexpr int D{F::D};
+  static constexpr int kPitch{D + 4};
+  float* storage;
+  int heads;
+
+  static constexpr int bytes(int heads) { return (2 * F::kWarps + kGroup) * heads * kPitch * 4; }
+  __device__ __forceinline__ float* output(int stage, int warp, int h) const {
+    return storage + ((stage * F::kWarps + warp) * heads + h) * kPitch;
+  }
+  __device__ __forceinline__ float* part(int n, int h) const {
+    return storage + ((2 * F::kWarps + n) * heads + h) * kPitch;
+  }
+  __device__ __forceinline__ static float2 statistics(const float* output) {
+    return *reinterpret_cast<const float2*>(output + D);
+  }
+  // Sums over lanes and stores; the sum starts anew.
+  __device__ __forceinline__ void store(Accumulator<F>& sum, int stage, int warp, int g, int j) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int offset = 4; offset < kWarp; offset *= 2)
+        sum.l[h] = __fadd_rn(sum.l[h], __shfl_xor_sync(kAllLanes, sum.l[h], offset));
+      if (2 * j + h >= heads) continue;
+      float* const to = output(stage, warp, 2 * j + h);
+      if (g == 0) *reinterpret_cast<float2*>(to + D) = {sum.m[h], sum.l[h]};
+#pragma unroll
+      for (int c = 0; c < D / 16; ++c) {
+        to[16 * c + g] = sum.o[c][h];
+        to[16 * c + g + 8] = sum.o[c][2 + h];
+      }
+    }
+    sum = {};
+  }
+  // Quad d .. d + 3 of head h over all warps.
+  __device__ __forceinline__ Triple merged(int stage, int h, int d) const {
+    return merge<F::kWarps>(
+        F::kWarps, [&](int w) { return statistics(output(stage, w, h)); },
+        [&](int w) { return *reinterpret_cast<const float4*>(output(stage, w, h) + d); });
+  }
+  __device__ __forceinline__ void keep_part(int n, int h, int d, const Triple& t) const {
+    *reinterpret_cast<float4*>(part(n, h) + d) = t.o;
+    if (d == 0) *reinterpret_cast<float2*>(part(n, h) + D) = {t.m, t.l};
+  }
+  __device__ __forceinline__ Triple merged_parts(int count, int h, int d) const {
+    return merge<kGroup>(
+        count, [&](int n) { return statistics(part(n, h)); },
+        [&](int n) { return *reinterpret_cast<const float4*>(part(n, h) + d); });
+  }
+};
+
 // What came before and what comes after.
 __device__ __forceinline__ Triple join(const Triple& a, const Triple& b) {
   const float m = fmaxf(a.m, b.m), v = weight_of(a.m, m), w = weight_of(b.m, m);

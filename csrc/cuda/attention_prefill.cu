@@ -121,10 +121,11 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
   constexpr uint32_t kTileBytes{sizeof(bf16) * D * kColumns};
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
   const int head = blockIdx.x, kv_head = head / (a.heads / a.cache.kv_heads);
-  const int64_t tile_row = static_cast<int64_t>(gridDim.y - 1 - blockIdx.y) * S::kRows;
+  const RowTile tile = row_tile<S::kRows>(a, gridDim.y - 1 - blockIdx.y);
+  if (tile.first >= tile.end) return;
   if (threadIdx.x < 4) bounds[threadIdx.x] = threadIdx.x % 2 == 0 ? INT_MAX : 0;
-  copy_tile<D, S::kRows>(q_tile, static_cast<const bf16*>(a.q) + tile_row * a.q_stride + head * D, a.q_stride,
-                         static_cast<int>(a.rows - tile_row));
+  copy_tile<D, S::kRows>(q_tile, static_cast<const bf16*>(a.q) + tile.first * a.q_stride + head * D, a.q_stride,
+                         tile.end - tile.first);
   copy_async_commit();
 
   Row rows[kStrips][2];
@@ -133,8 +134,8 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       Row& row = rows[n][r];
-      row.index = static_cast<int>(tile_row) + (warp * kStrips + n) * 16 + g + 8 * r;
-      const bool real = row.index < a.rows;
+      row.index = tile.first + (warp * kStrips + n) * 16 + g + 8 * r;
+      const bool real = row.index < tile.end;
       row.range = real ? attended(a, row.index) : Interval{0, 0};
       row.position = real ? a.cache.positions[row.index] : 0;
     }
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
   for (int n = 0; n < kStrips; ++n)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (j != 0 || rows[n][r].index >= a.rows) continue;
+      if (j != 0 || rows[n][r].index >= tile.end) continue;
       if (rows[n][r].range.first >= rows[n][r].range.end) {
         atomicMin(bounds + 2, 0);  // a row that sees nothing: no tile is inside all intervals
         continue;
@@ -156,8 +157,8 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
   __syncthreads();
   const int begin = bounds[0] == INT_MAX ? 0 : bounds[0] / kColumns * kColumns, end = bounds[3];
   const int first_inside = bounds[1], last_inside = bounds[2];
-  const int slot = max(min(a.cache.slots[0], a.cache.slot_count - 1), 0);  // idle rows see nothing of it
-  const auto page_at = [&](int column) {                                   // or, behind the last tile, the last one's
+  const int slot = max(min(a.cache.slots[tile.first], a.cache.slot_count - 1), 0);  // idle rows see nothing of it
+  const auto page_at = [&](int column) {  // or, behind the last tile, the last one's
     return page_of(a.cache, slot, max(min(column, end - 1), 0));
   };
   const auto fetch = [&](int column, int stage, int page) {
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
       l += __shfl_xor_sync(kAllLanes, l, 1);
       l += __shfl_xor_sync(kAllLanes, l, 2);
       const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
-      if (rows[n][r].index >= a.rows) continue;
+      if (rows[n][r].index >= tile.end) continue;
       bf16* const out =
           static_cast<bf16*>(a.out) + (static_cast<int64_t>(rows[n][r].index) * a.heads + head) * D + 2 * j;
 #pragma unroll
@@ -249,8 +250,8 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
 template <int D>
 void launch_prefill(const AttentionArgs& a, const Launch& launch) {
   const auto what = [&] { return describe("attention prefill", a); };
-  const int tiles = ceil_div(a.rows, Shape<D>::kRows);
-  if (tiles > 65535) throw std::invalid_argument(what() + ": too many rows in one call");
+  const int tiles = a.tile_count * (kPrefillTile / Shape<D>::kRows);
+  if (tiles > 65535) throw std::invalid_argument(what() + ": too many tiles in one call");
   launch_kernel(launch, what, has_options(a) ? attention_prefill_kernel<D, true> : attention_prefill_kernel<D, false>,
                 dim3(a.heads, tiles), dim3(kThreads), Shape<D>::kShared, a);
 }
@@ -258,7 +259,7 @@ void launch_prefill(const AttentionArgs& a, const Launch& launch) {
 }  // namespace
 
 void attention_prefill(const AttentionArgs& a, const Launch& launch) {
-  if (a.rows == 0) return;
+  if (a.tile_count == 0) return;
   const bool tensor_cores =
       a.type == DType::bf16 && a.cache.dtype == DType::bf16 && a.q_stride % 8 == 0 && aligned16(a.q, 0);
   if (tensor_cores && a.cache.head_dim == 64) return launch_prefill<64>(a, launch);

@@ -17,6 +17,7 @@ constexpr int kLeastSpan{64};               // spans are multiples of it: a tile
 constexpr int kPartPositions{256};          // positions of a part from which on a second group is worth its merge
 constexpr int kBlocksPerRow{64};            // at most, of one row: half of a large card's multiprocessors
 constexpr int kLongRow{16384};              // longer rows have twice as many
+constexpr int kBlockPositions{2048};        // at most, of a block that takes several parts
 static_assert(kPartPositions >= kMinSpan);  // attention_workspace() counts splits of that size
 
 // Groups are a power of two, so that finding one's place takes no division.
@@ -37,14 +38,15 @@ struct Plan {
 // ---- tiles ----
 
 // How a block is built; it changes the time, never the result. kClusterBlocks: 1, or the parts of a group where the
-// card has clusters. kPerMultiprocessor: blocks that shall fit.
-template <int kHeadDim, int kTileBytes, int kClusterBlocks, int kPerMultiprocessor>
+// card has clusters. kPerMultiprocessor: blocks that shall fit. kMostParts: that a block takes one after the other.
+template <int kHeadDim, int kTileBytes, int kClusterBlocks, int kPerMultiprocessor, int kMostParts = 1>
 struct Form {
   static constexpr int D{kHeadDim};
   static constexpr int kWarps{D == 256 ? 2 : 4};
   static constexpr int kBytes{kTileBytes};
   static constexpr int kHostCluster{kClusterBlocks}, kCluster{kArchitecture >= 90 ? kClusterBlocks : 1};
   static constexpr int kBlocks{kPerMultiprocessor};
+  static constexpr int kParts{kMostParts};
 };
 
 // Measured on the H200. At most 128 registers a thread and 67 KB: beside a block of the linears, whose weights then
@@ -55,6 +57,9 @@ using RowForm = Form<D, D == 256 ? 96 << 10 : 64 << 10, kGroup, D == 256 ? 2 : 4
 // device and leave others empty.
 template <int D>
 using LongForm = Form<D, 128 << 10, 1, 1>;
+// Many rows: a block has one to itself, or a good length of it, and streams through its parts without a pause.
+template <int D>
+using ManyForm = Form<D, 64 << 10, 1, 2, kGroup>;
 
 // A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
 // place is exclusive-ored with the row, so that neither copies nor ldmatrix meet bank conflicts, and a copy takes whole
@@ -226,15 +231,15 @@ struct Accumulator {
   }
 };
 
-// A warp's tiles from p on, which fill() asked for; `pages` are theirs. insert(unit, p, which) puts in a key (0) or
-// value (1) that the cache lacks; weigh(scores, p, p0, p1) is Accumulator::weigh.
+// A warp's tiles from p to the end of a part, which fill() asked for; `page` is that of the tile to ask for next,
+// `unit` this one's. insert(unit, p, which) puts in a key (0) or value (1) that the cache lacks; weigh(scores, p, p0,
+// p1) is Accumulator::weigh.
 template <class F, class Insert, class Weigh>
 __device__ __forceinline__ void attend(Accumulator<F>& sum, const Ring<F>& ring, const uint32_t (&q)[F::D / 16][2],
-                                       int p, int pages, Insert insert, Weigh weigh) {
+                                       int& p, int end, int& page, int& unit, Insert insert, Weigh weigh) {
   using R = Ring<F>;
-  int page = __shfl_sync(kAllLanes, pages, R::kUnits / 2);  // of the tile to ask for next
 #pragma unroll 1
-  for (int unit = 0; p < ring.end; p += R::kStep, unit = unit + 2 == R::kUnits ? 0 : unit + 2) {
+  for (; p < end; p += R::kStep, unit = unit + 2 == R::kUnits ? 0 : unit + 2) {
     const int far = p + R::kAround;
     const int next = far < ring.end ? ring.page(far + R::kStep) : 0;  // a tile before it is needed
     float s[4];

@@ -17,7 +17,7 @@ from nibblelm.graph import Value, record
 from nibblelm.kv_cache import KVCache
 from nibblelm.layers import PlanWeights, Step
 from nibblelm.models import family
-from nibblelm.ops.types import PackedLinear, Weight
+from nibblelm.ops.types import PackedLinear, Weight, prompt_tiles
 from nibblelm.tokenizer import load_tokenizer
 from nibblelm.weights import Kind
 
@@ -138,10 +138,10 @@ class Walk:
         cache.keys, cache.values = cache.keys * config.layers, cache.values * config.layers
         positions = torch.arange(count, dtype=torch.int32, device=device)
 
-        def forward(ids: Value, positions: Value, slots: Value) -> Value:
-            return model.forward(Step(ids, positions, slots, cache, one_sequence=True))
+        def forward(ids: Value, positions: Value, slots: Value, tiles: Value) -> Value:
+            return model.forward(Step(ids, positions, slots, cache, tiles))
 
-        self._graph = record(forward, 3, device)
+        self._graph = record(forward, 4, device)
         # Activations of each stream, and in it of each sample, that a node still reads.
         self._held = [[self._embedded(row, positions) for row in ids] for _ in range(streams)]
         self._at = 1
@@ -151,7 +151,8 @@ class Walk:
 
     def _embedded(self, ids: Tensor, positions: Tensor) -> dict[Value, Tensor]:
         """The first node, whose table stays on the CPU."""
-        held = dict(zip(self._graph.inputs, (ids, positions, torch.zeros_like(positions)), strict=True))
+        tiles = torch.tensor(prompt_tiles([len(ids)]), dtype=torch.int32, device=positions.device)
+        held = dict(zip(self._graph.inputs, (ids, positions, torch.zeros_like(positions), tiles), strict=True))
         self._graph.run(held, 0, 1)
         return {value: t.to(positions.device) for value, t in held.items()}
 

@@ -84,9 +84,9 @@ class Value:
         """The same numbers as (M, heads, head_dim)."""
         return self._op("heads", {"x": self}, {"head_dim": head_dim})
 
-    def rows(self, wanted: slice) -> "Value":
-        """Those of some tokens."""
-        return self if wanted == slice(None) else self._op("rows", {"x": self}, {"wanted": wanted})
+    def rows(self, wanted: "Value | None") -> "Value":
+        """Those of some tokens, whose numbers `wanted` holds; None: all."""
+        return self if wanted is None else self._op("rows", {"x": self, "wanted": wanted}, {})
 
     def rope_append(self, positions: "Value", slots: "Value", **options: Any) -> "Value":
         """(M, H + 2 Hkv, D) -> (M, H, D); options as in `ops.rope_append`, the caches among them."""
@@ -94,9 +94,10 @@ class Value:
         width = self.width - 2 * cache.shape[1] * cache.shape[3]
         return self._op("rope_append", {"qkv": self, "positions": positions, "slots": slots}, options, width)
 
-    def attention(self, positions: "Value", slots: "Value", **options: Any) -> "Value":
+    def attention(self, positions: "Value", slots: "Value", tiles: "Value | None" = None, **options: Any) -> "Value":
         """(M, H, D) -> (M, H D); options as in `ops.attention`, the caches among them."""
-        return self._op("attention", {"q": self, "positions": positions, "slots": slots}, options)
+        inputs = {"q": self, "positions": positions, "slots": slots} | ({} if tiles is None else {"tiles": tiles})
+        return self._op("attention", inputs, options)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +171,7 @@ def _linears(
 
 _VIEWS: dict[str, Callable[..., Tensor]] = {
     "heads": lambda x, head_dim: x.view(x.shape[0], -1, head_dim),
-    "rows": lambda x, wanted: x[wanted],
+    "rows": lambda x, wanted: x.index_select(0, wanted),
     "linears": _linears,
 }
 
@@ -223,7 +224,7 @@ def add_norm(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | No
         row = rest.pop(0)
         for name, part in parts.items():
             parts[name] = Value(total.nodes, part.width, part.dtype)
-            chosen.append(Node("rows", {"x": part}, row.attributes, (parts[name],)))
+            chosen.append(Node("rows", {**row.inputs, "x": part}, row.attributes, (parts[name],)))
         (total,) = row.outputs
     if not rest or rest[0].op not in {"rms_norm", "layer_norm"} or not rest[0].reads(total, "x"):
         return None

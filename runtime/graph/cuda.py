@@ -40,9 +40,9 @@ def rope_attention(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]
     (attention,), options = rest, append.attributes
     cache, cos = options["k_cache"], options["cos"]
     head_dim = cache.shape[3]
-    plain = attention.attributes.keys() <= {"k_cache", "v_cache", "tables", "scale", "window", "one_sequence"}
+    plain = attention.attributes.keys() <= {"k_cache", "v_cache", "tables", "scale", "window"}
     if (
-        not plain or attention.attributes["one_sequence"] or options.get("interleaved", False)
+        not plain or "tiles" in attention.inputs or options.get("interleaved", False)
         or not attention.reads(append.outputs[0], "q") or head_dim not in {64, 128} or 2 * cos.shape[1] != head_dim
         or not (append.inputs["qkv"].dtype == cache.dtype == torch.bfloat16)
         or cos.shape[0] < options["tables"].shape[1] * PAGE

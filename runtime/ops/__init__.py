@@ -23,9 +23,29 @@ from torch import Tensor
 from nibblelm.ops import reference
 from nibblelm.ops.devices import backend
 from nibblelm.ops.sampling_state import SamplingState
-from nibblelm.ops.types import PAGE, ActivationBits, PackedLinear, QuantizedWeight, Weight, scheme
+from nibblelm.ops.types import (
+    PAGE,
+    PROMPT_TILE,
+    ActivationBits,
+    PackedLinear,
+    QuantizedWeight,
+    Weight,
+    prompt_tiles,
+    scheme,
+)
 
-__all__ = ["PAGE", "ActivationBits", "PackedLinear", "Program", "QuantizedWeight", "SamplingState", "Weight", "backend"]
+__all__ = [
+    "PAGE",
+    "PROMPT_TILE",
+    "ActivationBits",
+    "PackedLinear",
+    "Program",
+    "QuantizedWeight",
+    "SamplingState",
+    "Weight",
+    "backend",
+    "prompt_tiles",
+]
 
 
 def _kernels(device: torch.device, op: str) -> ModuleType:
@@ -58,15 +78,18 @@ class Program(Protocol):
         ...
 
 
-def capture(device: torch.device) -> AbstractContextManager[Program]:
+def capture(device: torch.device, pool: object = None) -> AbstractContextManager[Program]:
     """Record the ops of this module called inside the block, to be replayed in one call without Python.
 
     Inputs are read again at replay, so positions, slots, tables and ids are changed by writing into their tensors;
     results appear in the tensors that the ops returned while they were recorded. Only ops of this module count:
     other torch calls inside the block are not recorded. The results of the block itself are undefined until the
     first `replay`. Recording is per thread, cannot be nested (RuntimeError), and is dropped on an exception.
+
+    pool  on CUDA a torch.cuda.graph_pool_handle() of programs that share the memory of what they leave behind: of none
+          a tensor is read after another has run but what is held
     """
-    return backend(device).capture(device)
+    return backend(device).capture(device, pool)
 
 
 def to_device(t: Tensor, device: torch.device) -> Tensor:
@@ -202,7 +225,7 @@ def attention(
     prefix_lengths: Tensor | None = None,
     starts: Tensor | None = None,
     mask: Tensor | None = None,
-    one_sequence: bool = False,
+    tiles: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of new tokens against the cache, by online softmax (Milakov & Gimelshein 2018).
 
@@ -216,8 +239,9 @@ def attention(
     bidirectional prompt). starts (S,) int32: the first valid position of each slot (left padding). A row that
     may attend to nothing gives zeros. On the CPU all options but softcap go through the reference.
 
-    one_sequence  promises that all rows belong to slots[0] at consecutive positions, so that a device may take
-                  its tiled prefill kernel; a device may not see whether the promise is kept
+    tiles  (T, 2) int32, the first row and the number of rows of each tile: the rows are prompts, and those of a tile
+           belong to one slot, so that a device may take its tiled prefill kernel. A tile has at most PROMPT_TILE rows,
+           or none; the result of a row in no tile is undefined. A device may not see whether this holds
     """
     options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
     inputs = (q, k_cache, v_cache, slots, positions, tables, scale, window)
@@ -225,7 +249,7 @@ def attention(
         if all(option is None for option in options[1:]):
             return backend(q.device).attention(*inputs, softcap)
         return backend(q.device).attention_with_options(*inputs, *options)
-    return backend(q.device).attention(*inputs, *options, one_sequence)
+    return backend(q.device).attention(*inputs, *options, tiles)
 
 
 def attention_mask(scores: Tensor, mask: Tensor, value: float = -10000.0) -> Tensor:

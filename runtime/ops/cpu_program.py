@@ -43,7 +43,7 @@ class Program:
 
 
 @contextmanager
-def capture(device: torch.device) -> Iterator[Program]:
+def capture(device: torch.device, _pool: object = None) -> Iterator[Program]:
     program = Program()
     program._begin()
     _thread.program = program

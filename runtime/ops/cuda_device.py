@@ -105,7 +105,7 @@ class Program:
 
 
 @contextmanager
-def capture(device: torch.device) -> Iterator[Program]:
+def capture(device: torch.device, pool: Any = None) -> Iterator[Program]:
     """Record the block as a CUDA graph on a side stream, with programmatic launches.
 
     Run the same calls once before: first use loads kernels.
@@ -115,7 +115,7 @@ def capture(device: torch.device) -> Iterator[Program]:
     with (
         torch.cuda.device(device),
         programmatic_launch(_programmatic.get() is not False),
-        torch.cuda.graph(program.graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
+        torch.cuda.graph(program.graph, pool, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
     ):
         yield program
     program.graph.instantiate()

@@ -171,7 +171,7 @@ def _attention_args(
     scale: float,
     window: int,
     options: AttentionOptions,
-    prefill: bool,
+    tiles: Tensor | None,
 ) -> tuple[Any, Tensor, Tensor]:
     """The launchers' argument, the result, and the workspace (to be kept until the launch)."""
     softcap, alibi_slopes, prefix_lengths, starts, mask = options
@@ -189,14 +189,17 @@ def _attention_args(
         "attention", "alibi_slopes (H,) and mask (M, columns) fp32, prefix_lengths (M,) and starts (S,) int32",
         alibi_slopes, prefix_lengths, starts, mask,
     )  # fmt: skip
+    table = tiles is None or (tiles.ndim == 2 and tiles.shape[1] == 2 and tiles.is_contiguous())
+    require_arguments(table and (tiles is None or tiles.dtype == torch.int32), "attention", "tiles (T, 2) int32", tiles)
     out = torch.empty(m, heads * head_dim, dtype=q.dtype, device=q.device)
     args = kernels.AttentionArgs(
         q=q.data_ptr(), out=out.data_ptr(), cache=cache, slopes=address(alibi_slopes),
-        prefix=address(prefix_lengths), starts=address(starts), mask=address(mask), q_stride=q.stride(0),
-        mask_stride=0 if mask is None else mask.stride(0), rows=m, mask_columns=0 if mask is None else mask.shape[1],
+        prefix=address(prefix_lengths), starts=address(starts), mask=address(mask), tiles=address(tiles),
+        q_stride=q.stride(0), mask_stride=0 if mask is None else mask.stride(0), rows=m,
+        tile_count=0 if tiles is None else len(tiles), mask_columns=0 if mask is None else mask.shape[1],
         heads=heads, window=window, scale=scale, softcap=softcap, dtype=DTYPES[q.dtype],
     )  # fmt: skip
-    bytes_needed = 0 if prefill else kernels.attention_workspace(args)
+    bytes_needed = 0 if tiles is not None else kernels.attention_workspace(args)
     workspace = torch.empty(bytes_needed, dtype=torch.uint8, device=q.device)
     args.workspace = workspace.data_ptr()
     return args, out, workspace
@@ -216,13 +219,13 @@ def attention(
     prefix_lengths: Tensor | None,
     starts: Tensor | None,
     mask: Tensor | None,
-    one_sequence: bool,
+    tiles: Tensor | None,
 ) -> Tensor:
     options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
     args, out, _workspace = _attention_args(
-        q, k_cache, v_cache, slots, positions, tables, scale, window, options, one_sequence
+        q, k_cache, v_cache, slots, positions, tables, scale, window, options, tiles
     )
-    (kernels.attention_prefill if one_sequence else kernels.attention_decode)(args, *launch_args())
+    (kernels.attention_decode if tiles is None else kernels.attention_prefill)(args, *launch_args())
     return out
 
 
@@ -251,7 +254,7 @@ def rope_attention(
     """
     q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
     table = _rope_table(qkv, positions, cos, sin, interleaved)
-    args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, _PLAIN, False)
+    args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, _PLAIN, None)
     require_arguments(
         cos.shape[0] >= tables.shape[1] * PAGE and kernels.attention_fuses(args, table)
         and vector(q_norm, q.shape[2]) and vector(k_norm, q.shape[2]),

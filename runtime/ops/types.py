@@ -1,5 +1,6 @@
 """The weight types the ops take: what is on disk (`QuantizedWeight`) and what a kernel reads (`PackedLinear`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,6 +10,8 @@ from torch import Tensor
 from nibblelm import _cpu
 
 PAGE: int = _cpu.PAGE
+PROMPT_TILE = 128
+"""Most rows of a tile of prompts."""
 """Positions of a page of the KV cache."""
 
 ActivationBits = Literal[8, 16, 24]
@@ -88,3 +91,12 @@ def scheme(weight: Weight) -> tuple[object, ...]:
         return weight.dtype, weight.shape[-1]
     form = "minimum" if weight.minimum is not None else "symmetric" if weight.zero_point is None else "zero-point"
     return weight.bits, weight.group_size, weight.scale.dtype, form, weight.shape[1]
+
+
+def prompt_tiles(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """The `tiles` of `ops.attention` for prompts of that many rows, one behind the other."""
+    tiles, end = [], 0
+    for count in counts:
+        tiles += [(end + at, min(PROMPT_TILE, count - at)) for at in range(0, count, PROMPT_TILE)]
+        end += count
+    return tiles

@@ -186,7 +186,18 @@ def test_first_come_first_served_and_generating_comes_first() -> None:
     assert [(c.sequence, c.first, c.last) for c in second] == [(sequences[0], 100, 150), (sequences[1], 0, 50)]
     plan = scheduler.plan()
     assert plan.decodes == [sequences[0]]
-    assert [(c.first, c.last) for c in plan.chunks] == [(50, 69)]
+    assert [(c.first, c.last) for c in plan.chunks] == [(50, 99)]  # while two wait for their first token
+
+
+def test_prompts_get_less_where_many_generate() -> None:
+    scheduler, device = Scheduler(4, 40, (100, 20)), Device(4, 40)
+    for n in range(3):
+        scheduler.add(Sequence([n] * 10, 10, 200))
+    peek(scheduler, device)
+    scheduler.add(Sequence([9] * 150, 150, 200))
+    plan = scheduler.plan()
+    assert len(plan.decodes) == 3
+    assert [(c.first, c.last) for c in plan.chunks] == [(0, 17)]
 
 
 def peek(scheduler: Scheduler, device: Device) -> list[Chunk]:

@@ -11,6 +11,7 @@ from nibblelm import SamplingParams
 from nibblelm.engine_core import BACKLOG, Engine
 from nibblelm.pages import PAGE, page_count
 from nibblelm.request import Request
+from nibblelm.runner import Prompt
 from nibblelm.scheduler import Scheduler
 
 VOCABULARY, CONTEXT = 64, 2000
@@ -43,9 +44,10 @@ class Device:
     def set_pages(self, slot: int, pages: list[int]) -> None:
         pass
 
-    def prefill(self, ids: list[int], slot: int, start: int, every_row: bool) -> torch.Tensor:
-        self.history[slot] = list(ids)
-        return torch.zeros(1, VOCABULARY)
+    def prefill_together(self, prompts: list[Prompt]) -> torch.Tensor:
+        for p in prompts:
+            self.history[p.slot] = list(p.ids)
+        return torch.zeros(len(prompts), VOCABULARY)
 
     def sampled_steps(self, ids: list[int], slots: list[int], state: Any) -> Steps:
         return Steps(self, slots)

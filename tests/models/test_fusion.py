@@ -66,18 +66,18 @@ def raw_config(model_type: str, **changes: Any) -> dict[str, Any]:
     return {"model_type": model_type, **sizes, **changes}
 
 
-def step_of(raw: dict[str, Any], weights: Any, one_sequence: bool = False, last_row: bool = False) -> Graph:
+def step_of(raw: dict[str, Any], weights: Any, prompts: bool = False, last_row: bool = False) -> Graph:
     """The nodes of a step on CUDA, as recorded."""
     module = family(raw)
     config = module.read_config(raw)
     model = module.Model(weights, config, 512)
     cache = KVCache(config.layers, 4, config.kv_heads, 512, config.head_dim, weights.dtype, META)
 
-    def forward(ids: Value, positions: Value, slots: Value) -> Value:
-        step = Step(ids, positions, slots, cache, one_sequence)
-        return model.forward(step, slice(-1, None) if last_row else slice(None))
+    def forward(ids: Value, positions: Value, slots: Value, tiles: Value, wanted: Value) -> Value:
+        step = Step(ids, positions, slots, cache, tiles if prompts else None, wanted if last_row else None)
+        return model.forward(step)
 
-    return record(forward, 3, CUDA)
+    return record(forward, 5, CUDA)
 
 
 def names(graph: Graph) -> list[str]:

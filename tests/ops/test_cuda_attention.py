@@ -86,8 +86,13 @@ def oracle(c: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor]:
     return torch.stack(out), torch.stack(magnitude)
 
 
-def check(c: dict[str, Any], one_sequence: bool = False, **options: Any) -> Tensor:
-    got = ops.attention(**c, **options, one_sequence=one_sequence)
+def prompts(*counts: int) -> dict[str, Any]:
+    """The option that says so: rows of prompts, one behind the other."""
+    return {"tiles": torch.tensor(ops.prompt_tiles(counts), dtype=torch.int32, device=DEVICE)}
+
+
+def check(c: dict[str, Any], tiles: Tensor | None = None, **options: Any) -> Tensor:
+    got = ops.attention(**c, **options, tiles=tiles)
     want, magnitude = oracle(c, **options)
     bound = BOUND[c["q"].dtype] if c["k_cache"].dtype == c["q"].dtype else BOUND[BF16]
     assert got.isfinite().all()
@@ -131,7 +136,7 @@ def test_small(d: int, dtype: torch.dtype, option: str) -> None:
         c["positions"].clamp_(max=599)
         check(c, **options_of(option, m, 4, capacity, 1))
     c = make(33, 2, 1, d, 50, dtype)
-    check(c, one_sequence=True, **options_of(option, 33, 2, 50, 1))
+    check(c, **prompts(33), **options_of(option, 33, 2, 50, 1))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -149,7 +154,7 @@ def test_prefill_options(d: int, dtype: torch.dtype, option: str) -> None:
     """A chunk of 331 rows that starts at position 172, with a ragged last tile."""
     c = make(331, 4, 2, d, 503, dtype, slots=2)
     c["slots"].fill_(1)
-    check(c, one_sequence=True, **options_of(option, 331, 4, 503, 2))
+    check(c, **prompts(331), **options_of(option, 331, 4, 503, 2))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (71, 1), (12, 2), (32, 8)])
@@ -157,7 +162,7 @@ def test_prefill_options(d: int, dtype: torch.dtype, option: str) -> None:
 def test_groups_of_heads(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     """From one head a KV head to 71: more than the columns of one tensor-core tile and than one block."""
     check(make(3, heads, kv_heads, 64, 300, dtype))
-    check(make(40, heads, kv_heads, 64, 77, dtype), one_sequence=True)
+    check(make(40, heads, kv_heads, 64, 77, dtype), **prompts(40))
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 17, 63, 255, 256, 257, 4099, 33000])
@@ -169,32 +174,32 @@ def test_lengths(capacity: int) -> None:
 
 def test_unwritten_positions_are_not_read() -> None:
     for dtype in (BF16, FP32):
-        for m, one_sequence in ((1, False), (40, True)):
+        for m, kind in ((1, {}), (40, prompts(40))):
             c = make(m, 4, 2, 128, 700, dtype)
             c["positions"] -= 123
             for name in ("k_cache", "v_cache"):
                 cache = positions_of(c[name], c["tables"])
                 cache[:, :, 700 - 123 :] = torch.nan
                 c[name] = paged(cache, c["tables"])
-            got = ops.attention(**c, one_sequence=one_sequence)
+            got = ops.attention(**c, **kind)
             for name in ("k_cache", "v_cache"):
                 c[name] = c[name].nan_to_num(1.0)
-            assert torch.equal(got, ops.attention(**c, one_sequence=one_sequence))
-            check(c, one_sequence=one_sequence)
+            assert torch.equal(got, ops.attention(**c, **kind))
+            check(c, **kind)
 
 
 def test_rows_that_see_nothing_give_zeros() -> None:
     for dtype in (BF16, FP32):
-        for m, one_sequence in ((3, False), (40, True)):
+        for m, kind in ((3, {}), (40, prompts(40))):
             c = make(m, 4, 2, 64, 600, dtype)
             mask = torch.zeros(m, 600, device=DEVICE)
             mask[1] = -torch.inf
-            got = check(c, one_sequence=one_sequence, mask=mask)
+            got = check(c, mask=mask, **kind)
             assert got[1].eq(0).all()
             starts = torch.tensor([598], dtype=torch.int32, device=DEVICE)
-            got = check(c, one_sequence=one_sequence, starts=starts)
+            got = check(c, starts=starts, **kind)
             assert got[0].eq(0).all()
-            if not one_sequence:
+            if not kind:
                 c["slots"][2] = -1
                 assert ops.attention(**c)[2].eq(0).all()
 
@@ -210,10 +215,10 @@ def test_rows_do_not_depend_on_each_other(d: int, dtype: torch.dtype) -> None:
         row = {name: c[name][m : m + 1] for name in ("q", "slots", "positions")}
         assert torch.equal(whole[m : m + 1], ops.attention(**(c | row)))
     c = make(300, 4, 2, d, 420, dtype)
-    whole = ops.attention(**c, one_sequence=True)
+    whole = ops.attention(**c, **prompts(300))
     for first, last in ((0, 77), (77, 78), (78, 94), (94, 300)):
         rows = {name: c[name][first:last] for name in ("q", "slots", "positions")}
-        assert torch.equal(whole[first:last], ops.attention(**(c | rows), one_sequence=True))
+        assert torch.equal(whole[first:last], ops.attention(**(c | rows), **prompts(last - first)))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -229,7 +234,7 @@ def test_pages_may_be_anywhere(d: int, dtype: torch.dtype, option: str) -> None:
     options = options_of(option, 1, 4, 17000, 1)
     assert torch.equal(ops.attention(**c, **options), ops.attention(**in_order(c), **options))
     c = make(300, 4, 2, d, 420, dtype)
-    options = options_of(option, 300, 4, 420, 1) | {"one_sequence": True}
+    options = options_of(option, 300, 4, 420, 1) | prompts(300)
     assert torch.equal(ops.attention(**c, **options), ops.attention(**in_order(c), **options))
 
 
@@ -242,6 +247,44 @@ def test_windows_that_start_anywhere_on_a_page(d: int, dtype: torch.dtype, windo
     c["positions"] = torch.tensor([62, 80, 777, 1199], dtype=torch.int32, device=DEVICE)
     for wide in (window, window + 640):
         assert torch.equal(check(c, window=wide), ops.attention(**in_order(c), window=wide))
+
+
+@pytest.mark.parametrize("option", ["plain", "window", "softcap"])
+@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP32)])
+def test_prompts_of_several_sequences(d: int, dtype: torch.dtype, option: str) -> None:
+    """In one call, with rows of no tile and tiles of no row between: each as it is alone."""
+    counts, starts = (1, 130, 64, 7, 256), (0, 60, 300, 411, 164)
+    c = make(sum(counts) + 9, 4, 2, d, 420, dtype, slots=5)
+    first = torch.tensor([0, 4, 134, 198, 205])  # rows 1, 2 and 3 are of nobody, like the last ones
+    for slot, (row, count, start) in enumerate(zip(first.tolist(), counts, starts, strict=True)):
+        c["slots"][row : row + count] = slot
+        c["positions"][row : row + count] = torch.arange(start, start + count, device=DEVICE)
+    tiles = [
+        (row + at, n) for row, count in zip(first.tolist(), counts, strict=True) for at, n in ops.prompt_tiles([count])
+    ]
+    table = torch.tensor([*tiles[:2], (0, 0), *tiles[2:], (0, 0)], dtype=torch.int32, device=DEVICE)
+    options = options_of(option, len(c["q"]), 4, 420, 5)
+    together = ops.attention(**c, **options, tiles=table)
+    for row, count in zip(first.tolist(), counts, strict=True):
+        rows = {name: c[name][row : row + count] for name in ("q", "slots", "positions")}
+        assert torch.equal(together[row : row + count], check(c | rows, **prompts(count), **options))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("capacity", [700, 2048, 5000])
+def test_a_block_for_each_of_many_rows(capacity: int, d: int, option: str) -> None:
+    """Rows of very different lengths, so many that a block takes all parts of one, or several: each as it is alone."""
+    c = make(150, 8, 2, d, capacity, BF16, slots=2)
+    c["slots"] = torch.arange(150, device=DEVICE).int() % 2
+    c["positions"] = (torch.arange(150, device=DEVICE) ** 2 * 7 % capacity).int()
+    options = options_of(option, 150, 8, capacity, 2)
+    whole = ops.attention(**c, **options)
+    for m in (0, 1, 2, 3, 77, 148, 149):
+        row = {name: c[name][m : m + 1] for name in ("q", "slots", "positions")}
+        own = {name: t[m : m + 1] if name in ("prefix_lengths", "mask") else t for name, t in options.items()}
+        assert torch.equal(whole[m : m + 1], check(c | row, **own))
 
 
 @pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (64, FP32)])
@@ -301,3 +344,5 @@ def test_contract_errors() -> None:
         ops.attention(**(c | {name: c[name][:, :, :32].contiguous() for name in ("k_cache", "v_cache")}))
     with pytest.raises(ValueError, match="mask"):
         ops.attention(**c, mask=torch.zeros(3, 30, device=DEVICE))
+    with pytest.raises(ValueError, match="tiles"):
+        ops.attention(**c, tiles=torch.zeros(3, dtype=torch.int32, device=DEVICE))
