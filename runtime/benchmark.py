@@ -8,6 +8,7 @@ Two seconds of warm-up, then `repeats` measurements of at least `seconds` each.
 """
 
 import hashlib
+import random
 import statistics
 import time
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from nibblelm.engine import STEP_TOKENS
-from nibblelm.engine_core import Engine
+from nibblelm.engine_core import Engine, Handle
 from nibblelm.pages import page_count
 from nibblelm.request import GenerationOutput, Request
 from nibblelm.runner import Runner
@@ -36,6 +37,19 @@ class Load:
     def context(self) -> int:
         """Positions that one sequence needs."""
         return self.depth + self.prompt_tokens + self.generated_tokens
+
+
+MIXED_CONTEXT = 1024 + 512
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Requests of different lengths, all at once: what they took, and the tokens of their outputs per second."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    output_tok_s: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,39 @@ def measure(
         return _measured(engine, runner.model.config.vocab_size, load, repeats, seconds, warmup)
     finally:
         engine.close()
+
+
+def measure_mixed(runner: Runner, pages: int | None = None, requests: int = 256, repeats: int = 3) -> Mixed:
+    """Prompts of 64 to 1,024 tokens with outputs of 64 to 512, drawn with seed 0, entered at once; after a run that
+    does not count. `runner` has a capacity of at least MIXED_CONTEXT, and nothing reserved.
+    """
+    draw = random.Random(0)
+    lengths = [(draw.randint(64, 1024), draw.randint(64, 512)) for _ in range(requests)]
+    pages = sum(page_count(sum(both)) for both in lengths) if pages is None else pages
+    vocab_size, device = runner.model.config.vocab_size, runner.device
+    ids = prompts(Load(1024, batch=requests), vocab_size)
+    runner.reserve(requests + 1, pages + 1)
+    engine = Engine(runner, Scheduler(requests, pages, STEP_TOKENS[device.type]))
+
+    def seconds() -> float:
+        begun = time.perf_counter()
+        handles: list[Handle] = []
+        for tokens, (prompt, output) in zip(ids, lengths, strict=True):
+            params = SamplingParams(temperature=0, max_tokens=output)
+            request = Request(tokens[:prompt], params, None, vocab_size, MIXED_CONTEXT, set())
+            request.share = 0
+            handles.append(engine.add(request, stream=False))
+        got = sum(len(handle.result().output.token_ids) for handle in handles)
+        assert got == sum(output for _, output in lengths)
+        return time.perf_counter() - begun
+
+    try:
+        seconds()
+        total = sum(output for _, output in lengths)
+        rates = [total / seconds() for _ in range(repeats)]
+    finally:
+        engine.close()
+    return Mixed(requests, sum(prompt for prompt, _ in lengths), total, _mean_std(rates))
 
 
 def _measured(engine: Engine, vocab_size: int, load: Load, repeats: int, seconds: float, warmup: float) -> Speed:

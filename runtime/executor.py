@@ -45,8 +45,8 @@ class Executor:
 
     def run(self, plan: Plan) -> Iterator[tuple[Sequence, Choice]]:
         """Compute a step. Yields each sequence that is due a token with what was chosen for it, as soon as it is."""
-        for s in plan.moved:
-            self._runner.set_pages(s.slot, s.pages)
+        if plan.moved:
+            self._runner.set_tables({s.slot: s.pages for s in plan.moved})
         if self._runner.device.type == "cuda":
             flying = [s for s in plan.decodes if s.at_end and s.owner.params.logprobs is None]
             hosted = [s for s in plan.decodes if not s.at_end or s.owner.params.logprobs is not None]

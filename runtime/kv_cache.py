@@ -1,11 +1,11 @@
 """Keys and values of past tokens: per layer two pools of pages, and for each sequence a table of its pages."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from nibblelm.memory import reserved
-from nibblelm.ops import PAGE
+from nibblelm.ops import PAGE, to_device
 from nibblelm.pages import page_count
 
 NO_PAGE = -1
@@ -48,14 +48,28 @@ class KVCache:
 
         Raises ValueError where there is no such page, or one too many for the slot.
         """
+        self.set_tables({slot: pages})
+
+    def set_tables(self, pages: Mapping[int, Sequence[int]]) -> None:
+        """`set_pages` for several slots. On CUDA one copy, which the host does not wait for."""
         width = self.tables.shape[1]
-        if len(pages) > width or any(not 0 <= page < self.pages for page in pages):
-            raise ValueError(
-                f"pages {list(pages)} for slot {slot}: a slot takes at most {width} of the pages 0 to {self.pages - 1}"
-            )
-        row = torch.tensor([*pages, NO_PAGE][:width], dtype=torch.int32)
+        for slot, held in pages.items():
+            if len(held) > width or any(not 0 <= page < self.pages for page in held):
+                raise ValueError(
+                    f"pages {list(held)} for slot {slot}: a slot takes at most {width} of the pages 0 to "
+                    f"{self.pages - 1}"
+                )
         with torch.inference_mode():  # the tables may have been made in it
-            self.tables[slot, : len(row)].copy_(row)
+            if self.tables.device.type == "cpu":
+                for slot, held in pages.items():
+                    row = torch.tensor([*held, NO_PAGE][:width], dtype=torch.int32)
+                    self.tables[slot, : len(row)].copy_(row)
+            elif pages:
+                columns = min(1 + max(map(len, pages.values())), width)
+                padded = [[*held, *[NO_PAGE] * (columns - len(held))] for held in pages.values()]
+                rows = to_device(torch.tensor(padded, dtype=torch.int32), self.tables.device)
+                slots = to_device(torch.tensor(list(pages)), self.tables.device)
+                self.tables[:, :columns].index_copy_(0, slots, rows)
 
 
 def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -1,6 +1,6 @@
 """Runs a model against its KV cache: chunked prefill, and decode steps captured once per batch and replayed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -146,7 +146,12 @@ class Runner:
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """`KVCache.set_pages`: before the step that uses them; one in flight is not disturbed."""
-        self.cache.set_pages(slot, pages)
+        self.set_tables({slot: pages})
+
+    def set_tables(self, pages: Mapping[int, Sequence[int]]) -> None:
+        """`set_pages` for several slots."""
+        with self._card():
+            self.cache.set_tables(pages)
 
     def prefill(self, ids: Sequence[int], slot: int = 0, start: int = 0, every_row: bool = False) -> Tensor:
         """Run ids[start:] at positions start, start + 1 ... of `slot`, whose cache must already hold ids[:start].
@@ -179,7 +184,8 @@ class Runner:
         with self._card():
             if programmed and key in self._prompt_steps:
                 step = self._prompt_steps[key] or self._captured(*key)
-                step.inputs.copy_(torch.tensor(_prompt_inputs(prompts, tiles, *key), dtype=torch.int32))
+                inputs = torch.tensor(_prompt_inputs(prompts, tiles, *key), dtype=torch.int32)
+                step.inputs.copy_(ops.to_device(inputs, self.device))  # no waiting for what is under way
                 step.program.replay()
                 logits = step.result[: len(prompts)].clone()
             else:  # the first time, kernels are loaded on the way
@@ -187,7 +193,7 @@ class Runner:
                     self._prompt_steps[key] = None
                 inputs = torch.tensor(_prompt_inputs(prompts, tiles, rows, len(tiles)), dtype=torch.int32)
                 graph = self._graph(prompts=True, every_row=every_row)
-                logits = graph(*_prompt_views(inputs.to(self.device), rows, len(tiles)))[
+                logits = graph(*_prompt_views(ops.to_device(inputs, self.device), rows, len(tiles)))[
                     : rows if every_row else len(prompts)
                 ]
         for p in prompts:

@@ -274,23 +274,22 @@ def device_sampling(samplers: Sequence[Sampler], vocab_size: int) -> SamplingSta
     """What `ops.sample` needs to go on where these samplers stand, a row for each, on the CPU."""
     wide = any(s._seen is not None or s._output is not None or s._bias_ids.size for s in samplers)
     state = SamplingState.greedy(len(samplers), torch.device("cpu"), vocab_size if wide else 0)
+    of_all = (s.params for s in samplers)
+    columns = zip(
+        *(
+            (p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            for p in of_all
+        ),
+        strict=True,
+    )
+    targets = (state.temperature, state.top_k, state.top_p, state.min_p)
+    for tensor, values in zip((*targets, state.repetition, state.presence, state.frequency), columns, strict=True):
+        tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
+    state.seeds.copy_(torch.tensor([s.seed - (1 << 64) * (s.seed >> 63) for s in samplers]))  # the same bits, signed
+    state.steps.copy_(torch.tensor([s.position for s in samplers]))
+    if state.bias is None or state.prompt is None or state.counts is None:
+        return state
     for row, sampler in enumerate(samplers):
-        p = sampler.params
-        for tensor, value in (
-            (state.temperature, p.temperature),
-            (state.top_k, p.top_k),
-            (state.top_p, p.top_p),
-            (state.min_p, p.min_p),
-            (state.repetition, p.repetition_penalty),
-            (state.presence, p.presence_penalty),
-            (state.frequency, p.frequency_penalty),
-        ):
-            assert value is not None
-            tensor[row] = value
-        state.seeds[row] = sampler.seed - (1 << 64) * (sampler.seed >> 63)  # the same bits, signed
-        state.steps[row] = sampler.position
-        if state.bias is None or state.prompt is None or state.counts is None:
-            continue
         state.bias[row, torch.from_numpy(sampler._bias_ids)] = torch.from_numpy(sampler._bias)
         if sampler._seen is not None:
             state.prompt[row, torch.from_numpy(sampler._seen.ids)] = 1

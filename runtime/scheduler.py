@@ -22,6 +22,10 @@ from nibblelm.pages import PAGE, ROOT, PagePool, page_count
 AHEAD = 1
 """Positions beyond the one to be computed that a generating sequence has pages for: a device runs a step ahead."""
 
+CROWD, CROWD_SHARE = 8, 4
+"""So many prompts at least, and one for every four sequences that generate: then they are computed as if nobody waited
+for them. The sooner those sequences generate, the fuller are the steps of all."""
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -84,7 +88,7 @@ class Scheduler:
     """Sequences in `slots` slots and a pool of `pages`.
 
     budget  tokens of a step without a sequence that generates, and of a step with some: what they may wait for. Where
-            half as many wait for their first token, it is half of the former: they wait too
+            many wait for their first token, it is the former: they wait too
     """
 
     def __init__(self, slots: int, pages: int, budget: tuple[int, int]) -> None:
@@ -163,8 +167,8 @@ class Scheduler:
             sequence.published += 1
 
     def _step_budget(self, prompts: int, decodes: int) -> int:
-        alone, shared = self._budget
-        return alone if not decodes else max(shared, alone // 2) if 2 * prompts > decodes else shared
+        crowd = prompts >= CROWD and CROWD_SHARE * prompts > decodes
+        return self._budget[decodes > 0 and not crowd]
 
     def _prompts(self, begun: list[Sequence]) -> Iterator[Sequence]:
         """Sequences whose prompts come next: those begun, then those that get a slot."""

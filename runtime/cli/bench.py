@@ -41,26 +41,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--depth", 0, "tokens in the cache before the prompt"),
     ):
         loads.add_argument(flag, type=int, nargs="+", default=[default], metavar="N", help=text)
+    loads.add_argument(
+        "--mixed", action="store_true", help="also 256 requests at once, of 64 to 1,024 and 64 to 512 tokens (seed 0)"
+    )
     parser.add_argument("--no-graph", dest="graph", action="store_false", help="run decode steps kernel by kernel")
     parser.add_argument("--tree", metavar="HASHES", help="what to record as the source tree in --json")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each load")
 
 
 def run(args: argparse.Namespace) -> int:
-    from nibblelm.benchmark import read_bandwidth
+    from nibblelm.benchmark import MIXED_CONTEXT, read_bandwidth
     from nibblelm.errors import RequestError
 
     loads = _loads(args, _context_limit(args))
     for load in loads:
         if min(load.prompt_tokens, load.generated_tokens, load.batch) < 1 or load.depth < 0:
             raise RequestError("--prompt-tokens, --gen-tokens and --batch must be at least 1, --depth at least 0")
-    first, facts = (_from_shape if args.shape else _from_model)(args, max(load.context for load in loads))
+    context = max([load.context for load in loads] + [MIXED_CONTEXT] * args.mixed)
+    first, facts = (_from_shape if args.shape else _from_model)(args, context)
     peak = read_bandwidth(first.device)
     for load in loads:
         runner = first.with_capacity(load.context)
         row = _measured(args, runner, load, facts, peak)
         print(json.dumps(row) if args.json else _table(row), flush=True)
         del runner
+    if args.mixed:
+        row = _mixed(args, first.with_capacity(MIXED_CONTEXT), facts)
+        print(json.dumps(row) if args.json else _mixed_table(row), flush=True)
     return 0
 
 
@@ -102,27 +109,15 @@ def _measured(
     args: argparse.Namespace, runner: "Runner", load: "Load", facts: dict[str, Any], peak: float
 ) -> dict[str, Any]:
     """One row of the result."""
-    import torch
-
     from nibblelm.benchmark import measure
-    from nibblelm.kv_cache import bytes_per_token
-    from nibblelm.pages import PAGE
 
-    config = runner.model.config
-    kv = bytes_per_token(config.layers, config.kv_heads, config.head_dim, runner.kv_dtype)
-    pages = None if args.kv_memory is None else args.kv_memory // (PAGE * kv)
+    kv, pages = _kv_memory(args, runner)
     speed = measure(runner, load, pages)
     depth = load.depth + load.prompt_tokens + load.generated_tokens / 2
     step_bytes = facts["weight_bytes"] + load.batch * depth * kv
     decode = speed.decode_tok_s[0]
     return {
-        "shape": facts["shape"],
-        "device": torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu",
-        "dtype": args.dtype,
-        "activations": facts["activations"],
-        "kv": {torch.bfloat16: "bf16", torch.float32: "fp32"}[runner.kv_dtype],
-        "bits": facts["bits"],
-        "group_size": facts["group_size"],
+        **_described(args, runner, facts),
         "batch": load.batch,
         "prompt_tokens": load.prompt_tokens,
         "generated_tokens": load.generated_tokens,
@@ -137,6 +132,55 @@ def _measured(
         "ids_hash": speed.ids_hash,
         "tree": args.tree,
     }
+
+
+def _kv_memory(args: argparse.Namespace, runner: "Runner") -> tuple[int, int | None]:
+    """Bytes that a token takes, and the pages that were asked for."""
+    from nibblelm.kv_cache import bytes_per_token
+    from nibblelm.pages import PAGE
+
+    config = runner.model.config
+    kv = bytes_per_token(config.layers, config.kv_heads, config.head_dim, runner.kv_dtype)
+    return kv, None if args.kv_memory is None else args.kv_memory // (PAGE * kv)
+
+
+def _described(args: argparse.Namespace, runner: "Runner", facts: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, in every row."""
+    import torch
+
+    return {
+        "shape": facts["shape"],
+        "device": torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu",
+        "dtype": args.dtype,
+        "activations": facts["activations"],
+        "kv": {torch.bfloat16: "bf16", torch.float32: "fp32"}[runner.kv_dtype],
+        "bits": facts["bits"],
+        "group_size": facts["group_size"],
+    }
+
+
+def _mixed(args: argparse.Namespace, runner: "Runner", facts: dict[str, Any]) -> dict[str, Any]:
+    """The row of the mixed load."""
+    from nibblelm.benchmark import measure_mixed
+
+    result = measure_mixed(runner, _kv_memory(args, runner)[1])
+    return {
+        **_described(args, runner, facts),
+        "load": "mixed",
+        "requests": result.requests,
+        "prompt_tokens": result.prompt_tokens,
+        "output_tokens": result.output_tokens,
+        "output_tok_s": dict(zip(("mean", "std"), result.output_tok_s, strict=True)),
+        "tree": args.tree,
+    }
+
+
+def _mixed_table(row: dict[str, Any]) -> str:
+    rate = row["output_tok_s"]
+    return (
+        f"{row['shape']} on {row['device']}, {row['requests']} requests at once, {row['prompt_tokens']} prompt tokens, "
+        f"{row['output_tokens']} output tokens\nmixed  {rate['mean']:10.1f} ± {rate['std']:.1f} output tok/s"
+    )
 
 
 def _from_model(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:

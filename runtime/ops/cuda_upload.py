@@ -59,7 +59,8 @@ def _slotfuls(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def _free_slot() -> Tensor:
     """The slot whose copy is the oldest, when that is done."""
     if not _ring:
-        memory = torch.empty(SLOTS, SLOT, dtype=torch.uint8, pin_memory=True)
+        with torch.inference_mode(False):  # what is made in it could not be written to outside
+            memory = torch.empty(SLOTS, SLOT, dtype=torch.uint8, pin_memory=True)
         _ring.extend((slot, torch.cuda.Event()) for slot in memory)
     slot, sent = _ring.popleft()
     sent.synchronize()

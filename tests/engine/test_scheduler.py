@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nibblelm.errors import RequestError
 from nibblelm.pages import PAGE, PagePool
-from nibblelm.scheduler import Chunk, Scheduler, Sequence
+from nibblelm.scheduler import CROWD, Chunk, Scheduler, Sequence
 
 Cell = tuple[int, int, str]
 """What a position of a page holds: its position in the sequence, the token, and the kernel that wrote it."""
@@ -186,18 +186,19 @@ def test_first_come_first_served_and_generating_comes_first() -> None:
     assert [(c.sequence, c.first, c.last) for c in second] == [(sequences[0], 100, 150), (sequences[1], 0, 50)]
     plan = scheduler.plan()
     assert plan.decodes == [sequences[0]]
-    assert [(c.first, c.last) for c in plan.chunks] == [(50, 99)]  # while two wait for their first token
+    assert [(c.first, c.last) for c in plan.chunks] == [(50, 69)]
 
 
-def test_prompts_get_less_where_many_generate() -> None:
-    scheduler, device = Scheduler(4, 40, (100, 20)), Device(4, 40)
-    for n in range(3):
+def test_a_crowd_of_prompts_is_served_as_if_nobody_generated() -> None:
+    scheduler, device = Scheduler(12, 80, (100, 20)), Device(12, 80)
+    for n in range(2):
         scheduler.add(Sequence([n] * 10, 10, 200))
     peek(scheduler, device)
-    scheduler.add(Sequence([9] * 150, 150, 200))
-    plan = scheduler.plan()
-    assert len(plan.decodes) == 3
-    assert [(c.first, c.last) for c in plan.chunks] == [(0, 17)]
+    for n in range(CROWD - 1):
+        scheduler.add(Sequence([9, n] * 75, 150, 200))
+    assert sum(c.last - c.first for c in scheduler.plan().chunks) == 20 - 2
+    scheduler.add(Sequence([8] * 150, 150, 200))
+    assert sum(c.last - c.first for c in scheduler.plan().chunks) == 100 - 2
 
 
 def peek(scheduler: Scheduler, device: Device) -> list[Chunk]:

@@ -44,6 +44,9 @@ class Device:
     def set_pages(self, slot: int, pages: list[int]) -> None:
         pass
 
+    def set_tables(self, pages: dict[int, list[int]]) -> None:
+        pass
+
     def prefill_together(self, prompts: list[Prompt]) -> torch.Tensor:
         for p in prompts:
             self.history[p.slot] = list(p.ids)
