@@ -4,7 +4,7 @@ Rules: every step consumes the tokens the last one wrote, end tokens are ignored
 prompts of a batch differ, depth is filled by real prefill and then found in the cache, prompts are not. A batch is
 entered at once and runs twice, to its first tokens and to its last: prefill counts from ids on the host to all first
 tokens, decoding is batch * (generated - 1) / (the one's time - the other's), sampling, threads and queues included.
-Two seconds of warm-up, then `repeats` measurements of at least `seconds` each.
+A second of warm-up, then `repeats` measurements of at least `seconds` each.
 """
 
 import hashlib
@@ -69,7 +69,7 @@ def prompts(load: Load, vocab_size: int) -> list[list[int]]:
 
 
 def measure(
-    runner: Runner, load: Load, pages: int | None = None, repeats: int = 5, seconds: float = 2.0, warmup: float = 2.0
+    runner: Runner, load: Load, pages: int | None = None, repeats: int = 5, seconds: float = 1.0, warmup: float = 1.0
 ) -> Speed:
     """Measure one configuration with a pool of `pages`, else of as many as the load takes.
 

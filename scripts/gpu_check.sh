@@ -5,8 +5,8 @@
 #   scripts/gpu_check.sh --tree HASHES [PART...]  there: run the parts (default all), each within ten minutes
 #   scripts/gpu_check.sh --stale [DIR]            where git is: what changed since the record in DIR
 #
-# Parts: build tests memcheck racecheck ops e2e load record. Results collect in out/gpu_check/ until `record` writes
-# benchmarks/h200/{ops,e2e,load,tests}.json (or --record DIR). HASHES is "csrc=... runtime=... models=...". After
+# Parts: build tests memcheck racecheck ops e2e latency load record. Results collect in out/gpu_check/ until `record` writes
+# benchmarks/h200/{ops,e2e,latency,load,tests}.json (or --record DIR). HASHES is "csrc=... runtime=... models=...". After
 # `build`, parts may run side by side on different cards (CUDA_VISIBLE_DEVICES), but not two that measure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -96,10 +96,11 @@ bench() {  # shape, bits and group size; the rest: options
 e2e() {  # decode at batch 1; batches, long contexts and prefill where the weights are made anyway
   rm -f "$state/e2e.jsonl"
   local once=(--prompt-tokens 128 --gen-tokens 256)
-  bench llama-3-8b 4 -1 --prompt-tokens 128 128 128 128 128 128 2048 64 --gen-tokens 256 256 256 256 256 256 16 16 \
-    --batch 1 4 8 16 1 1 1 1 --depth 0 0 0 0 8192 32768 0 0
-  bench llama-3-8b 4 128 "${once[@]}"
-  bench llama-3-8b 4 -1 --activations 8 --prompt-tokens 128 64 2048 --gen-tokens 256 16 16 --batch 16 1 1 --depth 0 0 0
+  bench llama-3-8b 4 -1 --prompt-tokens 128 128 128 128 128 128 128 128 128 128 2048 64 32768 \
+    --gen-tokens 256 256 256 256 256 256 256 256 256 256 16 16 16 --batch 1 4 8 16 32 64 128 256 1 1 1 1 1 \
+    --depth 0 0 0 0 0 0 0 0 8192 32768 0 0 0 --mixed
+  bench llama-3-8b 4 128 --prompt-tokens 128 --gen-tokens 256 --batch 1 64 256
+  bench llama-3-8b 4 -1 --activations 8 --prompt-tokens 128 128 2048 --gen-tokens 256 256 16 --batch 16 256 1 --mixed
   bench llama-3-8b 8 -1 --prompt-tokens 128 2048 --gen-tokens 256 16
   bench llama-3-8b 16 -1 "${once[@]}"
   for bits in 4 8 16; do bench llama-3.2-1b $bits -1 "${once[@]}"; done
@@ -133,7 +134,7 @@ summary = {
 results = {}
 if (state / "e2e.jsonl").exists():
     results["e2e"] = [json.loads(line) for line in (state / "e2e.jsonl").open()]
-for name in ("ops", "load"):
+for name in ("ops", "latency", "load"):
     if (state / f"{name}.json").exists():
         results[name] = json.loads((state / f"{name}.json").read_text())
 for name, rows in results.items():
@@ -150,7 +151,7 @@ while [[ $# -gt 0 ]]; do
     --stale) stale "${2:-$record}"; exit ;;
     --tree) tree=$2; shift 2 ;;
     --record) record=$2; shift 2 ;;
-    build | tests | memcheck | racecheck | ops | e2e | load | record) parts+=("$1"); shift ;;
+    build | tests | memcheck | racecheck | ops | e2e | latency | load | record) parts+=("$1"); shift ;;
     *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,10p" "$0" >&2; exit 2 ;;
   esac
 done
@@ -160,7 +161,7 @@ for folder in "${folders[@]}"; do
     exit 2
   fi
 done
-[[ ${#parts[@]} -gt 0 ]] || parts=(build tests memcheck racecheck ops e2e load record)
+[[ ${#parts[@]} -gt 0 ]] || parts=(build tests memcheck racecheck ops e2e latency load record)
 mkdir -p "$state"
 PYTHONPATH=$PWD/$site
 export PYTHONPATH PYTHONUNBUFFERED=1
@@ -170,6 +171,7 @@ for part in "${parts[@]}"; do
     tests) run_tests ;;
     memcheck | racecheck) sanitize "$part" tests/ops ;;
     ops) $python scripts/bench_ops.py --quick --json "$state/ops.json" --tree "$tree" ;;
+    latency) $python scripts/bench_latency.py --json "$state/latency.json" --tree "$tree" ;;
     load) $python scripts/bench_load.py --json "$state/load.json" --tree "$tree" ;;
     record) write_record ;;
     *) $part ;;

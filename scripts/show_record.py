@@ -26,15 +26,37 @@ def scheme(row: dict[str, Any]) -> str:
 
 
 def gpu(rows: Sequence[dict[str, Any]]) -> str:
-    """Decode at batch 1 and depth 0, decode elsewhere, prefill."""
+    """Decode at batch 1 and depth 0, decode elsewhere, prefill, many requests of different lengths."""
     cells = []
     for row in rows:
+        weights = scheme(row) + (", 8-bit activations" if row["activations"] == 8 else "")
+        if row.get("load") == "mixed":
+            load = f"{row['requests']} requests, {row['prompt_tokens']:,} and {row['output_tokens']:,} tokens"
+            cells.append([row["shape"], weights, load, f"{row['output_tok_s']['mean']:,.0f}", "", ""])
+            continue
         load = f"batch {row['batch']}, depth {row['depth']}, prompt {row['prompt_tokens']}"
         decode = f"{row['decode_tok_s']['mean']:,.0f}" if row["generated_tokens"] > 16 else ""
         prefill = f"{row['prefill_tok_s']['mean']:,.0f}"
         bandwidth = f"{row['achieved_gb_s']:,.0f} GB/s" if decode else ""
-        cells.append([row["shape"], scheme(row), load, decode, bandwidth, prefill])
+        cells.append([row["shape"], weights, load, decode, bandwidth, prefill])
     return table(["shape", "weights", "load", "decode tok/s", "memory traffic", "prefill tok/s"], cells)
+
+
+def latency(rows: Sequence[dict[str, Any]]) -> str:
+    """First tokens, what a long prompt costs others, and sampled throughput."""
+    cells = [
+        [f"first token of a prompt of {r['prompt_tokens']:,}", f"{r['ms']:.2f} ms (at most {r['most_ms']:.2f})"]
+        for r in rows
+        if r["test"] == "first token"
+    ]
+    for row in rows:
+        if row["test"] == "delay":
+            cells.append(["longest wait of 8 streams while a prompt of 8,000 comes", f"{row['longest_gap_ms']:.1f} ms"])
+            cells.append(["its first token, beside alone", f"{row['first_token_ms']:.0f} ms, {row['alone_ms']:.0f} ms"])
+        if row["test"] == "sampled":
+            both = f"{row['tok_s']:,.0f} tok/s, greedy {row['greedy_tok_s']:,.0f}"
+            cells.append([f"{row['batch']} requests with top-p", both])
+    return table(["what a user waits for", ""], cells)
 
 
 def cpu(rows: Sequence[dict[str, Any]]) -> str:
@@ -136,6 +158,7 @@ RECORDS: dict[str, Callable[[Any], str]] = {
     "cpu/avx2.json": kernels,
     "quality.json": quality,
     "h200/e2e.json": gpu,
+    "h200/latency.json": latency,
     "h200/tests.json": checks,
     "h200/ops.json": limits,
     "h200/load.json": loads,
