@@ -29,7 +29,7 @@ def gpu(rows: Sequence[dict[str, Any]]) -> str:
     """Decode at batch 1 and depth 0, decode elsewhere, prefill, many requests of different lengths."""
     cells = []
     for row in rows:
-        weights = scheme(row) + (", 8-bit activations" if row["activations"] == 8 else "")
+        weights = scheme(row) + (", 8-bit activations" if row.get("activations") == 8 else "")
         if row.get("load") == "mixed":
             load = f"{row['requests']} requests, {row['prompt_tokens']:,} and {row['output_tokens']:,} tokens"
             cells.append([row["shape"], weights, load, f"{row['output_tok_s']['mean']:,.0f}", "", ""])
