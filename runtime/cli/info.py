@@ -50,7 +50,8 @@ def _record_lines(record: dict[str, Any]) -> list[str]:
     options = record.get("options", {})
     made = [f"method {record.get('method')}", *(["rotated"] if options.get("rotate") else [])]
     if calibration := record.get("calibration"):
-        made.append("calibrated on {samples} x {length} tokens of {file}, seed {seed}".format(**calibration))
+        chats = " as chats" if calibration.get("chat_template") else ""
+        made.append("calibrated on {samples} x {length} tokens of {file}{0}, seed {seed}".format(chats, **calibration))
     lines = [f"converted        {', '.join(made)}"]
     errors = {name: tensor["relative_error"] for name, tensor in record.get("tensors", {}).items()}
     if errors:

@@ -4,6 +4,7 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from nibblelm.kv_cache import KVCache
 from nibblelm.layers import PlanWeights, Step
 from nibblelm.models import family
 from nibblelm.ops.types import PackedLinear, Weight, prompt_tiles
-from nibblelm.tokenizer import load_tokenizer
+from nibblelm.tokenizer import Tokenizer, load_tokenizer
 from nibblelm.weights import Kind
 
 LENGTH = 512
 _LAYER = re.compile(r".*\blayers\.(\d+)\.")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s|\n")
 SEPARATOR = "<|endoftext|>"
 _DEFAULT = "calibration.txt"
 
@@ -45,6 +47,8 @@ def read_calibration(
     held_out  that many are drawn first and left out: what a call for so many samples gives
     text  a UTF-8 file whose documents are separated by <|endoftext|>; None is the bundled one: stories in simple
           English that the demo model wrote
+
+    A model with a chat template sees each document as a chat: its first sentence is what the user says.
     """
     path = Path(text) if text is not None else None
     try:
@@ -56,7 +60,7 @@ def read_calibration(
     if tokenizer is None:
         raise ConvertError(f"{folder} has no tokenizer, which calibration needs; use method mse")
     prefix = tokenizer.encode("")
-    stream = [token for part in documents if part for token in tokenizer.encode(part)]
+    stream = [token for part in documents if part for token in _document(tokenizer, part)]
     room = min(LENGTH, config.max_positions, len(prefix) + len(stream)) - len(prefix)
     if room < 1 or samples < 1:
         raise ConvertError(f"{samples} samples of {len(stream)} tokens: calibration needs at least one of each")
@@ -69,7 +73,24 @@ def read_calibration(
     ids = torch.cat((torch.tensor(prefix, dtype=torch.long).expand(len(chosen), -1), pieces[chosen]), 1)
     name = "the bundled text" if path is None else path.name
     facts = {"file": name, "sha256": hashlib.sha256(data).hexdigest(), "seed": seed}
+    if tokenizer.chat_template is not None:
+        facts["chat_template"] = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
     return Calibration(ids.int(), {**facts, "samples": len(ids), "length": ids.shape[1]})
+
+
+def _document(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text as the model will meet it: through its chat template, where it has one."""
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(text)
+
+    def any_day(pattern: str) -> str:  # a conversion's bytes must not depend on when it runs
+        from nibblelm.tokenizer.template_limits import strftime_now
+
+        return strftime_now(pattern, datetime(2026, 1, 1))
+
+    first = _SENTENCE_END.split(text, maxsplit=1)[0]
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": first}], strftime_now=any_day)
+    return tokenizer.encode(prompt + text[len(first) :], add_special_tokens=False)
 
 
 def layer_of(name: str) -> int | None:

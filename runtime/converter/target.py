@@ -23,6 +23,7 @@ from nibblelm import ops
 from nibblelm.checkpoint import Checkpoint, Scheme
 from nibblelm.converter.calibration import read_calibration
 from nibblelm.converter.plan import Unit
+from nibblelm.converter.rotate import Read, rotated
 from nibblelm.engine import LLM, select_device
 from nibblelm.errors import ConvertError
 from nibblelm.evaluation import Window, score
@@ -68,11 +69,27 @@ class Group:
 
 
 class _OpenWeights(CheckpointWeights):
-    """The source, with its matrices where they can be exchanged."""
+    """The source, with its matrices where they can be exchanged.
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+    read  gives its tensors by the model's names as they are after rotation; None leaves them as they are
+    """
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, read: Read | None) -> None:
         super().__init__(checkpoint, device, torch.float32, 24)
+        self._read = read
         self._places: dict[tuple[str, ...], tuple[list[PackedLinear], bool, Tensor | None]] = {}
+
+    def _weight(self, module: str, shape: tuple[int, int]) -> Weight:
+        return super()._weight(module, shape) if self._read is None else self._read(f"{module}.weight").float()
+
+    def vector(self, name: str, size: int) -> Tensor:
+        return super().vector(name, size) if self._read is None else self._read(name).float().to(self.device)
+
+    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
+        return super().table(module, rows, columns, tied and self._read is None)
+
+    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
+        return super().head(module, table, rows, columns, tied and self._read is None)
 
     def matrices(
         self,
@@ -215,7 +232,13 @@ def _groups(
     plan = PlanWeights()
     module.Model(plan, config, positions=1)
     of = {unit.spec.module: unit for unit in units if unit.spec.kind == "linear" and unit.scheme is not None}
-    weights, length = _OpenWeights(checkpoint, card), len(pieces[0].ids)
+    sources = {unit.spec.name: unit.source for unit in units}
+
+    def stored(name: str) -> Tensor:
+        return checkpoint.tensor(sources[name])
+
+    read = rotated(stored, config, options.seed) if options.rotate else None
+    weights, length = _OpenWeights(checkpoint, card, read), len(pieces[0].ids)
     runner = Runner(module.Model(weights, config, length), card, torch.float32, length, graph=False)
 
     def logits(ids: Sequence[int]) -> Tensor:
@@ -237,7 +260,7 @@ def _groups(
             )
             if size in sizes:  # no group divides K: this level is the one before
                 continue
-            parts, error = _quantized(checkpoint, members, schemes, options, threads)
+            parts, error = _quantized(read or stored, members, schemes, options, threads)
             if not levels:
                 with weights.exchanged(names, parts):
                     runner.release()  # what it recorded has the matrices from before
@@ -252,14 +275,15 @@ def _groups(
 
 
 def _quantized(
-    checkpoint: Checkpoint, members: Sequence[Unit], schemes: Sequence[Scheme | None], options: Options, threads: int
+    read: Read, members: Sequence[Unit], schemes: Sequence[Scheme | None], options: Options, threads: int
 ) -> tuple[list[Weight], float]:
     """The matrices of a group in their schemes, and the sum of their squared errors."""
     parts: list[Weight] = []
     error = 0.0
     for unit, form in zip(members, schemes, strict=True):
         assert form is not None
-        weight = checkpoint.tensor(unit.source).to(unit.dtype)
+        weight = read(unit.spec.name)
+        weight = weight.float() if options.rotate else weight.to(unit.dtype)
         rows = quantize_rows(weight, form.bits, form.group_size, form.symmetric, options.plain_method, threads)
         zero = None if form.symmetric else pack_zero_point(rows.zero, form.bits)
         shape = (weight.shape[0], weight.shape[1])

@@ -237,7 +237,7 @@ def limits() -> None:
     _budget.set(Budget())
 
 
-def strftime_now(pattern: str) -> str:
+def strftime_now(pattern: str, now: datetime | None = None) -> str:
     """The time of day as transformers gives it to templates; the C library pads to any width it is asked for."""
     _budget.get().grow("format", pattern, [8])
-    return datetime.now().strftime(pattern)
+    return (now or datetime.now()).strftime(pattern)

@@ -1,18 +1,23 @@
 """Methods that look at activations: GPTQ against its definition, AWQ as the same function, both as folders."""
 
+import hashlib
 import json
 import os
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nibblelm import LLM, convert
 from nibblelm.checkpoint import open_checkpoint
 from nibblelm.cli import main
-from nibblelm.errors import ConvertError
+from nibblelm.converter.calibration import read_calibration
+from nibblelm.errors import ConvertError, TokenizerError
+from nibblelm.models import family
 from nibblelm.ops.reference import dequantize
 from nibblelm.ops.types import QuantizedWeight
 from nibblelm.quant import awq, gptq
@@ -248,6 +253,50 @@ def test_what_cannot_be_calibrated_is_refused(source, save, tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConvertError, match="tokenizer"):
         convert(folder, tmp_path / "out", method="gptq")
+
+
+CHAT = """{{ bos_token }}{% for message in messages %}<{{ message.role }} {{ strftime_now("%d %b %Y") }}>
+{{ message.content }}{% endfor %}{% if add_generation_prompt %}<assistant>
+{% endif %}"""
+
+
+def test_a_chat_model_is_calibrated_through_its_template(source, tmp_path):
+    """The ids are those of transformers' template of the first sentence, and of the text after it."""
+    folder, texts = source("llama"), ["A fox ran. It was late.\nSo it slept.", "Balls\nare red. Are they?", "No end"]
+    (folder / "chat_template.jinja").write_text(CHAT)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>"})
+    )
+    (tmp_path / "texts.txt").write_text("<|endoftext|>".join(texts))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    stream = []
+    for text, first in zip(texts, ["A fox ran.", "Balls", "No end"], strict=True):
+        said = [{"role": "user", "content": first}]
+        options = dict(add_generation_prompt=True, strftime_now=lambda _: "01 Jan 2026")  # the same bytes on any day
+        prompt = theirs.apply_chat_template(said, tokenize=False, **options)
+        stream += theirs(prompt + text.removeprefix(first), add_special_tokens=False)["input_ids"]
+    checkpoint = open_checkpoint(folder)
+    config = family(checkpoint.config).read_config(checkpoint.config)
+    found = read_calibration(tmp_path / "texts.txt", folder, config, 1, 0)
+    assert found.ids.tolist() == [[0, *stream]]
+    assert found.record["chat_template"] == hashlib.sha256(CHAT.encode()).hexdigest()
+    convert(folder, tmp_path / "out", method="gptq", calibration=tmp_path / "texts.txt")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(TokenizerError, match="refused the messages: no"):
+        convert(folder, tmp_path / "other", method="gptq", calibration=tmp_path / "texts.txt")
+
+
+def test_the_demo_model_sees_the_bundled_stories_as_they_are(tmp_path):
+    """Its template gives back how a story begins, so that README's figures are those of either way."""
+    demo = Path(__file__).resolve().parents[2] / "demo" / "stories-7m"
+    if not demo.exists():
+        pytest.skip("the demo model is not here")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo / name, tmp_path / name)
+    config = family(open_checkpoint(demo).config).read_config(open_checkpoint(demo).config)
+    chats, plain = (read_calibration(None, folder, config, 999, 0) for folder in (demo, tmp_path))
+    assert "chat_template" in chats.record.keys() - plain.record.keys()
+    assert torch.equal(chats.ids, plain.ids)
 
 
 def test_bundled_text_on_the_command_line(source, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from nibblelm.cli import main
 from nibblelm.converter import target
 from nibblelm.converter.target import Group, choose, rules
 from nibblelm.errors import ConvertError
+from nibblelm.evaluation import Window
 
 TARGET = 0.05
 
@@ -27,10 +29,15 @@ def texts(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return path, text[-40_000:]
 
 
-@pytest.fixture(scope="module")
-def made(data_dir: Path, texts: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "rotated"])
+def made(
+    data_dir: Path,
+    texts: tuple[Path, str],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> tuple[Path, Path]:
     source, folder = data_dir / "checkpoints" / "stories260K", tmp_path_factory.mktemp("made") / "model"
-    convert(source, folder, target_kl=TARGET, calibration=texts[0])
+    convert(source, folder, target_kl=TARGET, calibration=texts[0], rotate=request.param)
     return source, folder
 
 
@@ -73,8 +80,30 @@ def test_what_runs_together_stays_together(made: tuple[Path, Path], capsys: pyte
 
 def test_repeatable(made: tuple[Path, Path], texts: tuple[Path, str], tmp_path: Path) -> None:
     source, folder = made
-    convert(source, tmp_path / "again", target_kl=TARGET, calibration=texts[0])
+    rotate = json.loads((folder / "nibblelm.json").read_text())["options"]["rotate"]
+    convert(source, tmp_path / "again", target_kl=TARGET, calibration=texts[0], rotate=rotate)
     assert digests(tmp_path / "again") == digests(folder)
+
+
+def test_groups_of_a_rotated_model_are_measured_beside_the_source(
+    data_dir: Path, texts: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """stories260K ties its head to the table, which rotation takes apart."""
+    source = data_dir / "checkpoints" / "stories260K"
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    errors: list[float] = []
+
+    def score(pieces: list[Window], logits: object, exact: Callable[[list[int]], torch.Tensor]) -> dict[str, float]:
+        for piece in pieces:
+            with torch.inference_mode():
+                want = reference(torch.tensor([piece.ids])).logits[0]
+            errors.append(float((exact(piece.ids) - want).norm() / want.norm()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target, "score", score)
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", target_kl=TARGET, calibration=texts[0], rotate=True)
+    assert max(errors) <= 1e-5  # what README promises of a rotated model
 
 
 def test_what_cannot_be_reached_is_said(
