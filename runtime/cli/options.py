@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nibblelm.engine import LLM, GenerationOutput
-    from nibblelm.sampler import SamplingParams
+    from nibblelm.sampling_params import SamplingParams
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def sampling_params(args: argparse.Namespace) -> "SamplingParams":
     """The SamplingParams that the flags ask for."""
-    from nibblelm.sampler import SamplingParams
+    from nibblelm.sampling_params import SamplingParams
 
     return SamplingParams(
         max_tokens=args.max_tokens,
