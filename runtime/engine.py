@@ -205,7 +205,7 @@ class LLM:
         requests: list[Request] = []
         for prompt, own in zip(texts, each, strict=True):
             ids, resolved = self.encode(prompt), self.resolve(own, options)
-            requests += [self.request(ids, _nth(resolved, i)) for i in range(n or 1)]
+            requests += self.requests(ids, resolved, n or 1)
         outputs = self._outputs(requests)
         if single and n is None:
             if outputs[0].error is not None:
@@ -285,6 +285,10 @@ class LLM:
         """What `engine.add` takes, for ids of `encode` and params of `resolve`. Raises RequestError."""
         return Request(ids, params, self.tokenizer, self.config.vocab_size, self.max_context, self.eos_ids)
 
+    def requests(self, ids: list[int], params: SamplingParams, count: int) -> list[Request]:
+        """`request` for several outputs of one prompt: a seed that was asked for counts on."""
+        return [self.request(ids, _nth(params, i)) for i in range(count)]
+
     def resolve(self, params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
         """`params` with `options` in place of its fields, and generation_config.json's values where neither says."""
         known = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -321,7 +325,7 @@ class LLM:
 
 
 def _nth(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of one of several outputs for a prompt: a seed that was asked for counts on."""
+    """The parameters of one of several outputs for a prompt."""
     return params if params.seed is None else dataclasses.replace(params, seed=(params.seed + index) % 2**64)
 
 

@@ -41,7 +41,7 @@ class Engine:
         self.stats = self._core.stats
         self.scheduler = scheduler  # for the engine's thread; others may look at its counts
         self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker] = weakref.WeakKeyDictionary()
-        self._most, self._added = most, 0
+        self.most, self._added = most, 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -62,7 +62,7 @@ class Engine:
         with self._lock:
             if core.end is not None:
                 raise core.end()
-            if (unfinished := self._added - core.finished) >= self._most:
+            if (unfinished := self._added - core.finished) >= self.most:
                 raise RequestError(f"{unfinished} requests are unfinished, the most there may be; wait for some to end")
             if self._thread is None:
                 self._thread = threading.Thread(target=core.run, name="nibblelm-engine", daemon=True)
