@@ -1,7 +1,7 @@
 """An answer taken apart as it comes: what the model thought, what it says, and the tools it calls."""
 
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from nibblelm.server.tool_formats import ToolFormat
@@ -22,7 +22,7 @@ class ReplyParser:
     def __init__(
         self, thinks: bool, thinking: bool, tools: ToolFormat | None = None, names: Collection[str] = ()
     ) -> None:
-        self._state = self._reasoning if thinking else self._opening if thinks else self._beginning
+        self._state = self._thought_begins if thinking else self._opening if thinks else self._beginning
         self._tools, self._names = tools, names
         self._held = ""
         self._final = False
@@ -43,10 +43,13 @@ class ReplyParser:
         """Nothing but white space has come."""
         start = self._held.lstrip()
         if start.startswith(THINK):
-            self._held, self._state = start[len(THINK) :].lstrip("\n"), self._reasoning
+            self._held, self._state = start[len(THINK) :], self._thought_begins
         elif self._final or not THINK.startswith(start):
             self._state = self._beginning
         yield from ()
+
+    def _thought_begins(self) -> Iterator[Delta]:
+        yield from self._without_line_ends(self._reasoning)
 
     def _reasoning(self) -> Iterator[Delta]:
         found = self._held.find(THOUGHT)
@@ -56,13 +59,16 @@ class ReplyParser:
         self._held = self._held[len(ready) :]
         if found >= 0:
             self._held = self._held[len(THOUGHT) :]
-            self._state = self._after_thought
+            self._state = self._thought_ended
 
-    def _after_thought(self) -> Iterator[Delta]:
-        """Line ends between the reasoning and what is said are nobody's."""
+    def _thought_ended(self) -> Iterator[Delta]:
+        yield from self._without_line_ends(self._beginning)
+
+    def _without_line_ends(self, following: Callable[[], Iterator[Delta]]) -> Iterator[Delta]:
+        """The line ends that come next separate; they are no part of the message."""
         self._held = self._held.lstrip("\n")
         if self._held or self._final:
-            self._state = self._beginning
+            self._state = following
         yield from ()
 
     def _beginning(self) -> Iterator[Delta]:
@@ -81,9 +87,10 @@ class ReplyParser:
         found = -1 if mark is None else self._held.find(mark)
         ready = self._held[:found] if found >= 0 else self._ready(mark)
         self._held = self._held[len(ready) :]
-        if mark is not None and found >= 0:
-            ready = ready.rstrip()
+        if found >= 0:
             self._state = self._call
+        if mark is not None and (found >= 0 or self.calls):  # white space around calls separates them
+            ready = ready.rstrip() if found >= 0 or not ready.strip() else ready
         if ready:
             yield {"content": ready}
 
@@ -99,7 +106,7 @@ class ReplyParser:
         behind = last if end < 0 else end + len(self._tools.end or "")
         calls = self._tools.read(text, self._names)
         yield from self._called(calls, self._held[:behind])
-        self._held = self._held[behind:].lstrip() if calls else self._held[behind:]
+        self._held = self._held[behind:]
         self._state = self._content
 
     def _whole_call(self) -> Iterator[Delta]:
@@ -118,12 +125,12 @@ class ReplyParser:
             yield {"tool_calls": [made]}
 
     def _ready(self, mark: str | None) -> str:
-        """What is held, but for an end that `mark` could begin with."""
+        """What is held, but for an end that `mark` could begin with, and white space before that."""
         if mark is None or self._final:
             return self._held
         most = min(len(mark) - 1, len(self._held))
         kept = next((n for n in range(most, 0, -1) if mark.startswith(self._held[-n:])), 0)
-        return self._held[: len(self._held) - kept]
+        return self._held[: len(self._held) - kept].rstrip()
 
 
 def whole_message(deltas: list[Delta]) -> dict[str, Any]:

@@ -17,8 +17,6 @@ import pytest
 
 from nibblelm import LLM, convert
 
-pytest.importorskip("starlette", reason="the extra nibblelm[serve] is not installed")
-
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "stories-7m"
 
 
