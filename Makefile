@@ -11,8 +11,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 SOURCES := pyproject.toml constraints.txt $(shell find csrc -type f)
 
-# prints what an extra of pyproject.toml needs; installing ".[test]" instead would compile the extension again
-EXTRA := import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]])
+# prints what extras of pyproject.toml need; installing ".[test]" instead would compile the extension again
+EXTRA := import sys, tomllib; known = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*sum(map(known.get, sys.argv[1:]), []))
 
 .PHONY: demo test check-long lint types wheel-test cuda clean
 
@@ -58,7 +58,7 @@ cuda: .venv/.installed
 	touch $@
 
 .venv/.installed-test: .venv/.installed
-	$(BIN)/pip install --quiet $$($(BIN)/python -c '$(EXTRA)' test)
+	$(BIN)/pip install --quiet $$($(BIN)/python -c '$(EXTRA)' serve test)
 	touch $@
 
 .venv/.installed-lint: .venv/.installed

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nibblelm.engine import LLM
     from nibblelm.errors import NibbleLMError
     from nibblelm.request import GenerationOutput, StreamPiece
-    from nibblelm.sampler import SamplingParams
+    from nibblelm.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -30,7 +30,7 @@ _HOME = {
     "LLM": "nibblelm.engine",
     "GenerationOutput": "nibblelm.request",
     "StreamPiece": "nibblelm.request",
-    "SamplingParams": "nibblelm.sampler",
+    "SamplingParams": "nibblelm.sampling_params",
     "NibbleLMError": "nibblelm.errors",
     "convert": "nibblelm.converter",
 }

@@ -20,7 +20,7 @@ from nibblelm.engine_core import Engine, Handle
 from nibblelm.pages import page_count
 from nibblelm.request import GenerationOutput, Request
 from nibblelm.runner import Runner
-from nibblelm.sampler import SamplingParams
+from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Scheduler
 
 

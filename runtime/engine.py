@@ -27,7 +27,7 @@ from nibblelm.pages import PAGE, page_count
 from nibblelm.prompts import Prompt, prompt_ids, prompt_list
 from nibblelm.request import GenerationOutput, LogitsRequest, Request, StreamPiece, Timings
 from nibblelm.runner import Runner, workspace_bytes
-from nibblelm.sampler import SamplingParams
+from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Scheduler
 from nibblelm.tokenizer import Tokenizer, load_tokenizer
 from nibblelm.weights import CheckpointWeights, check_tensors
@@ -204,8 +204,8 @@ class LLM:
             raise RequestError(f"n is {n!r}; supported: 1 or more outputs for each prompt")
         requests: list[Request] = []
         for prompt, own in zip(texts, each, strict=True):
-            ids, resolved = self.encode(prompt), self._params(own, options)
-            requests += [self._request(ids, _nth(resolved, i)) for i in range(n or 1)]
+            ids, resolved = self.encode(prompt), self.resolve(own, options)
+            requests += self.requests(ids, resolved, n or 1)
         outputs = self._outputs(requests)
         if single and n is None:
             if outputs[0].error is not None:
@@ -218,7 +218,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Iterator[StreamPiece]:
         """Continue one prompt piece by piece; the last piece carries the output."""
-        request = self._request(self.encode(prompt), self._params(params, options))
+        request = self.request(self.encode(prompt), self.resolve(params, options))
         return self._stream(request)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Handle:
@@ -226,13 +226,13 @@ class LLM:
 
         A request that cannot go on is an EngineError or, in its last piece, the output's `error`.
         """
-        return self.engine.add(self._request(self.encode(prompt), self._params(params, options)))
+        return self.engine.add(self.request(self.encode(prompt), self.resolve(params, options)))
 
     def stream_chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> Iterator[StreamPiece]:
         """Answer a conversation through the chat template."""
-        return self._stream(self._request(self.encode_chat(messages), self._params(params, options)))
+        return self._stream(self.request(self.encode_chat(messages), self.resolve(params, options)))
 
     def chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
@@ -255,7 +255,12 @@ class LLM:
         """Token ids of a conversation, as the model's chat template writes it for the answer to come."""
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer; this folder has none")
-        ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(list(messages)), add_special_tokens=False)
+        return self.encode_rendered(self.tokenizer.apply_chat_template(list(messages)))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what a chat template has rendered, which writes BOS itself."""
+        assert self.tokenizer is not None
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
         if not ids:
             raise RequestError(
                 "the chat template renders nothing for these messages; use generate, or mend the template"
@@ -276,10 +281,16 @@ class LLM:
             raise RequestError("the prompt is empty, and this model has no BOS token to start from")
         return [self.bos_id]
 
-    def _request(self, ids: list[int], params: SamplingParams) -> Request:
+    def request(self, ids: list[int], params: SamplingParams) -> Request:
+        """What `engine.add` takes, for ids of `encode` and params of `resolve`. Raises RequestError."""
         return Request(ids, params, self.tokenizer, self.config.vocab_size, self.max_context, self.eos_ids)
 
-    def _params(self, params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
+    def requests(self, ids: list[int], params: SamplingParams, count: int) -> list[Request]:
+        """`request` for several outputs of one prompt: a seed that was asked for counts on."""
+        return [self.request(ids, _nth(params, i)) for i in range(count)]
+
+    def resolve(self, params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
+        """`params` with `options` in place of its fields, and generation_config.json's values where neither says."""
         known = {field.name for field in dataclasses.fields(SamplingParams)}
         if unknown := sorted(set(options) - known):
             raise RequestError(f"unknown options {unknown}; known: {sorted(known)}")
@@ -314,7 +325,7 @@ class LLM:
 
 
 def _nth(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of one of several outputs for a prompt: a seed that was asked for counts on."""
+    """The parameters of one of several outputs for a prompt."""
     return params if params.seed is None else dataclasses.replace(params, seed=(params.seed + index) % 2**64)
 
 

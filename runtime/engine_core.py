@@ -6,8 +6,11 @@ Callers put messages into a queue, and read what comes out of one queue for each
 
 import asyncio
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Sequence as Several
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,6 +21,7 @@ from nibblelm.executor import Choice, Executor
 from nibblelm.request import LogitsRequest, Request
 from nibblelm.runner import Runner
 from nibblelm.scheduler import Scheduler, Sequence
+from nibblelm.stats import Stats
 
 BACKLOG = 64
 """Pieces that wait for a reader before its sequence sits out; it goes on when half of them are read."""
@@ -34,7 +38,10 @@ class Engine:
 
     def __init__(self, runner: Runner, scheduler: Scheduler, most: int = 4096) -> None:
         self._core = _Core(runner, scheduler)
-        self._most, self._added = most, 0
+        self.stats = self._core.stats
+        self.scheduler = scheduler  # for the engine's thread; others may look at its counts
+        self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker] = weakref.WeakKeyDictionary()
+        self.most, self._added = most, 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
@@ -55,7 +62,7 @@ class Engine:
         with self._lock:
             if core.end is not None:
                 raise core.end()
-            if (unfinished := self._added - core.finished) >= self._most:
+            if (unfinished := self._added - core.finished) >= self.most:
                 raise RequestError(f"{unfinished} requests are unfinished, the most there may be; wait for some to end")
             if self._thread is None:
                 self._thread = threading.Thread(target=core.run, name="nibblelm-engine", daemon=True)
@@ -67,6 +74,12 @@ class Engine:
         if core.end is not None:  # it ended meanwhile, and may not have seen the message
             channel.put(core.end(), last=True)
         return handle
+
+    @property
+    def end(self) -> EngineError | None:
+        """Why the engine computes nothing any more, None while it does."""
+        end = self._core.end
+        return None if end is None else end()
 
     def close(self) -> None:
         """End the thread, after its step; unfinished requests get an EngineError."""
@@ -97,19 +110,9 @@ class Handle:
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         """The same in an event loop."""
-        loop, news = asyncio.get_running_loop(), asyncio.Event()
-        self._channel.notify = lambda: loop.call_soon_threadsafe(news.set)
-        try:
-            while not self._ended:
-                news.clear()
-                while not self._ended and not self._channel.items.empty():
-                    item = self._taken(self._channel.items.get())
-                    if item is not _ABORTED:
-                        yield item
-                if not self._ended:
-                    await news.wait()
-        finally:
-            self.abort()
+        async for batch in collect([self]):
+            for _, item in batch:
+                yield item
 
     def abort(self) -> None:
         """Stop computing: slot and pages are free after the step that runs. Who reads comes to the end."""
@@ -127,6 +130,18 @@ class Handle:
     def __del__(self) -> None:
         self.abort()
 
+    def _notify(self, loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
+        """Set `news`, in its loop, whenever there is something to take."""
+        waker = self._engine._wakers.setdefault(loop, _Waker(loop))
+        self._channel.notify = lambda: waker.wake(news)
+
+    def _waiting(self) -> Iterator[Any]:
+        """What can be taken without waiting."""
+        while not self._ended and not self._channel.items.empty():
+            item = self._taken(self._channel.items.get())
+            if item is not _ABORTED:
+                yield item
+
     def _taken(self, entry: tuple[Any, bool]) -> Any:
         item, last = entry
         channel = self._channel
@@ -137,6 +152,70 @@ class Handle:
         if isinstance(item, Exception):
             raise item
         return item
+
+
+async def collect(handles: Several[Handle], tick_s: float | None = None) -> AsyncIterator[list[tuple[int, Any]]]:
+    """What comes of requests of one engine, read together in an event loop: all that is there, each with the place of
+    its handle. With `tick_s` an empty list every so often, whether something came or not. Leaving aborts them all.
+
+    Raises what a handle's `tokens` would.
+    """
+    news = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle | None = None
+    ticked = False
+
+    def tick() -> None:
+        nonlocal timer, ticked
+        ticked = True
+        news.set()
+        assert tick_s is not None
+        timer = loop.call_later(tick_s, tick)
+
+    try:
+        if tick_s is not None:
+            timer = loop.call_later(tick_s, tick)
+        for handle in handles:
+            handle._notify(loop, news)
+        open_handles = dict(enumerate(handles))
+        while open_handles:
+            news.clear()
+            batch: list[tuple[int, Any]] = []
+            for place, handle in list(open_handles.items()):
+                batch += [(place, item) for item in handle._waiting()]
+                if handle._ended:
+                    del open_handles[place]
+            if batch or ticked:
+                ticked = False
+                yield batch
+            elif open_handles:
+                await news.wait()
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for handle in handles:
+            handle.abort()
+
+
+class _Waker:
+    """Wakes the readers of one event loop, with one call into it for all that came since the loop last looked."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._due: deque[asyncio.Event] = deque()
+        self._called = False
+
+    def wake(self, event: asyncio.Event) -> None:
+        """From any thread. Raises RuntimeError where the loop is closed."""
+        self._due.append(event)
+        if not self._called and (loop := self._loop()) is not None:
+            self._called = True
+            loop.call_soon_threadsafe(self._wake_all)
+
+    def _wake_all(self) -> None:
+        self._called = False  # before looking: what comes from now on calls again
+        while self._due:
+            self._due.popleft().set()
 
 
 class _Channel:
@@ -175,6 +254,7 @@ class _Core:
         self.inbox: SimpleQueue[tuple[Callable[..., None] | None, tuple[Any, ...]]] = SimpleQueue()
         self.end: Callable[[], EngineError] | None = None  # makes what every request gets from now on
         self.finished = 0
+        self.stats = Stats()
         self._scheduler, self._executor = scheduler, Executor(runner, scheduler)
         self._channels: dict[Sequence, _Channel] = {}
 
@@ -215,6 +295,8 @@ class _Core:
             self._channels[sequence] = channel
 
     def abort(self, sequence: Sequence, _channel: _Channel) -> None:
+        if sequence in self._channels:
+            self.stats.end("abort")
         self._finish(sequence)
 
     def resume(self, sequence: Sequence, channel: _Channel) -> None:
@@ -225,7 +307,11 @@ class _Core:
     def heard(self, wait: bool = True) -> bool:
         """Do what the messages say. With `wait` there is something to compute afterwards, unless it is False: end."""
         while not self.inbox.empty() or (wait and not self._scheduler.has_work):
+            if self.inbox.empty():
+                self.stats.idle = True
             method, args = self.inbox.get()
+            if self.stats.idle:
+                self.stats.progress, self.stats.idle = time.monotonic(), False
             if method is None:
                 return False
             method(*args)
@@ -233,8 +319,12 @@ class _Core:
 
     def step(self) -> None:
         """Compute what the scheduler plans, and hand out what comes of it."""
-        for sequence, choice in self._executor.run(self._scheduler.plan()):
+        plan = self._scheduler.plan()
+        for sequence, choice in self._executor.run(plan):
             self._deliver(sequence, choice)
+        self.stats.steps += 1
+        if plan.decodes or plan.chunks:
+            self.stats.progress = time.monotonic()
 
     def _deliver(self, sequence: Sequence, choice: Choice) -> None:
         request, channel = sequence.owner, self._channels[sequence]
@@ -246,9 +336,14 @@ class _Core:
                     sequence.ids.append(choice.token_id)
                 item = request.accept(choice)
                 last = item.output is not None
+                if item.token_id is not None:
+                    self.stats.token(request)
+                if item.output is not None:
+                    self.stats.end(item.output.finish_reason, item.output.timings if item.output.token_ids else None)
             channel.put(item, last)
         except Exception as error:  # this request's alone: its tokenizer's, say
             last = True
+            self.stats.end("error")
             channel.put(error, last)
         if last:
             self._finish(sequence)

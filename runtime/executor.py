@@ -2,7 +2,8 @@
 
 On CUDA the sequences that sample on the device run as one flight, which stays a step ahead of the host for as long as
 its members stay the same. The host samples for the others: those that report log-probabilities, whose draws must not
-depend on who is beside them, and those that compute tokens again after preemption, which draw nothing.
+depend on who is beside them, those that may not end yet, and those that compute tokens again after preemption, which
+draw nothing.
 """
 
 import dataclasses
@@ -17,7 +18,8 @@ from nibblelm import ops
 from nibblelm.errors import RequestError
 from nibblelm.request import LogitsRequest, Request
 from nibblelm.runner import PREFILL_CHUNK, Prompt, Runner, SampledSteps
-from nibblelm.sampler import Sampled, Sampler, SamplingParams, device_sampling, unusable_logits
+from nibblelm.sampler import Sampled, Sampler, device_sampling, unusable_logits
+from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Chunk, Plan, Scheduler, Sequence
 
 STEP_ROWS = {"cpu": (), "cuda": (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)}
@@ -48,8 +50,8 @@ class Executor:
         if plan.moved:
             self._runner.set_tables({s.slot: s.pages for s in plan.moved})
         if self._runner.device.type == "cuda":
-            flying = [s for s in plan.decodes if s.at_end and s.owner.params.logprobs is None]
-            hosted = [s for s in plan.decodes if not s.at_end or s.owner.params.logprobs is not None]
+            flying = [s for s in plan.decodes if s.at_end and not s.owner.sampler.on_host]
+            hosted = [s for s in plan.decodes if not s.at_end or s.owner.sampler.on_host]
             yield from self._fly(flying, any(c.last == c.sequence.prompt for c in plan.chunks))
         else:
             hosted = plan.decodes
@@ -87,7 +89,7 @@ class Executor:
 
     def _first_tokens(self, ended: list[tuple[Sequence, Tensor]]) -> Iterator[tuple[Sequence, Choice]]:
         """The tokens after prompts, from the logits (1, vocab) of each: all together, once the device has its work."""
-        on_device = [self._runner.device.type == "cuda" and s.owner.params.logprobs is None for s, _ in ended]
+        on_device = [self._runner.device.type == "cuda" and not s.owner.sampler.on_host for s, _ in ended]
         for choose, device in ((_choose_on_device, True), (_choose, False)):
             members = [pair for pair, own in zip(ended, on_device, strict=True) if own is device]
             if members:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nibblelm.errors import RequestError
-from nibblelm.sampler import Sampled, Sampler, SamplingParams, token_logprobs
+from nibblelm.sampler import Sampled, Sampler, token_logprobs
+from nibblelm.sampling_params import SamplingParams
 from nibblelm.tokenizer import TextStream, Tokenizer
 
 FinishReason = Literal["stop", "length", "error"]
@@ -17,13 +18,14 @@ FinishReason = Literal["stop", "length", "error"]
 
 @dataclasses.dataclass(frozen=True)
 class Timings:
-    """Tokens and seconds of one request. `prefilled_tokens` leaves out what was still in the cache."""
+    """Tokens and seconds of one request. `prefilled_tokens` leaves out what was found in the cache."""
 
     prompt_tokens: int
     prefilled_tokens: int
     prefill_s: float
     generated_tokens: int
     decode_s: float
+    queue_s: float = 0.0  # before its prompt was begun
 
     @property
     def prefill_tok_s(self) -> float:
@@ -57,11 +59,13 @@ class GenerationOutput:
 
 @dataclasses.dataclass(frozen=True)
 class StreamPiece:
-    """One token of a stream: its new text (maybe empty). The last piece carries the whole output."""
+    """One token of a stream: its new text (maybe empty), and its log-probabilities if asked for. The last piece carries
+    the whole output."""
 
     text: str
     token_id: int | None
     output: GenerationOutput | None = None
+    logprobs: Sampled | None = None
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
@@ -96,8 +100,8 @@ class Request:
             "context" if room < wanted or params.max_tokens == -1 else "max_tokens"
         )
         self.ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else end_ids)
-        self.sampler = Sampler(params, vocab_size, ids)
-        self.text = None if tokenizer is None else TextStream(tokenizer, params.stop or ())
+        self.sampler = Sampler(params, vocab_size, ids, self.ends)
+        self.text = None if tokenizer is None else TextStream(tokenizer, params.stop or (), params.skip_special_tokens)
         self.sampled: list[Sampled] = []
         self.every_row = params.prompt_logprobs is not None
         self.share = 0 if self.every_row else len(ids)
@@ -105,6 +109,7 @@ class Request:
         self.finish: FinishReason | None = None
         self.error: str | None = None
         self.start = 0  # prompt tokens that were found in the cache
+        self.created = self.last = time.perf_counter()  # `last`: when its newest token came
         self.begun = self.first = 0.0
 
     def begin(self) -> None:
@@ -140,7 +145,8 @@ class Request:
             self.finish = "length"
         if self.finish is not None and self.text is not None:
             text += self.text.flush()
-        return StreamPiece(text, chosen.token_id, self.output() if self.finish else None)
+        logprobs = None if self.params.logprobs is None else chosen
+        return StreamPiece(text, chosen.token_id, self.output() if self.finish else None, logprobs)
 
     def output(self) -> GenerationOutput:
         assert self.finish is not None
@@ -154,7 +160,12 @@ class Request:
             prompt_logprobs=self.prompt_logprobs,
             seed=self.sampler.seed,
             timings=Timings(
-                len(self.ids), len(self.ids) - self.start, self.first - self.begun, len(self.sampled), now - self.first
+                len(self.ids),
+                len(self.ids) - self.start,
+                self.first - self.begun,
+                len(self.sampled),
+                now - self.first,
+                self.begun - self.created,
             ),
             error=self.error,
         )

@@ -4,7 +4,7 @@ Order (transformers 5, `GenerationMixin._get_logits_processor`):
   1. logit bias (its sequence_bias stands first, so a biased logit is penalised like any other)
   2. repetition penalty over prompt and output: a seen token's logit is multiplied if negative, else divided
   3. frequency and presence penalties over the output: logit - frequency * count - presence * (count > 0);
-     transformers has none, these follow the OpenAI API
+     transformers has none, these follow the OpenAI API; then min_tokens forbids end tokens
   4. temperature, 5. top-k (ties with the k-th stay), 6. top-p, 7. min-p, 8. softmax and draw
 At temperature 0 the token is the argmax after step 3, the lowest id of equals. Log-probabilities reported are
 those of the raw logits, before step 1.
@@ -21,28 +21,18 @@ same numbers alone and in a batch.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from numbers import Real
-from typing import Any
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nibblelm.errors import ConfigError, RequestError
+from nibblelm.errors import RequestError
 from nibblelm.ops import SamplingState
+from nibblelm.sampling_params import SamplingParams
 
 MASK32 = 0xFFFFFFFF
-# generation_config.json may set these; the values are the defaults where it does not
-DEFAULTS: dict[str, float] = {
-    "temperature": 0.8,
-    "top_k": 0,
-    "top_p": 0.95,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-}
-DEFAULT_MAX_TOKENS = 256
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
@@ -60,114 +50,6 @@ def uniform(seed: int, position: int) -> float:
     """The number in [0, 1) that output token `position` is drawn with; 0 <= seed < 2**64."""
     word = philox((position & MASK32, position >> 32, 0, 0), (seed & MASK32, seed >> 32))[0]
     return word * 2.0**-32
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to continue a prompt. None means generation_config.json's value, else the default; see `resolve`.
-
-    max_tokens          most tokens to generate (256); -1: until end of sequence or the context limit
-    temperature         0: greedy; 0.8
-    top_k               0: off (the default)
-    top_p, min_p        1 and 0: off; 0.95 and 0
-    repetition_penalty  1: off; counts prompt and output
-    presence_penalty, frequency_penalty   0: off; count output
-    logit_bias          added to the logits of these token ids; -inf forbids a token
-    seed                None: random, reported with the result
-    stop                strings that end the text; they are not part of it
-    stop_token_ids      tokens that end it, besides the model's own
-    ignore_eos          go on after the end-of-sequence token
-    logprobs, prompt_logprobs   n: report the log-probability of each token and of the n most likely ones
-
-    Raises RequestError with the parameter, the value it got and the range.
-    """
-
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-    stop: Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-
-    def __post_init__(self) -> None:
-        _number(self, "max_tokens", int, "-1 (no limit) or at least 1", lambda v: v == -1 or v >= 1)
-        _number(self, "temperature", float, "0 (greedy) to 100", lambda v: 0 <= v <= 100)
-        _number(self, "top_k", int, "0 (off) or more", lambda v: v >= 0)
-        _number(self, "top_p", float, "0 to 1 (off)", lambda v: 0 <= v <= 1)
-        _number(self, "min_p", float, "0 (off) to 1", lambda v: 0 <= v <= 1)
-        _number(self, "repetition_penalty", float, "above 0 to 100, 1 is off", lambda v: 0 < v <= 100)
-        _number(self, "presence_penalty", float, "-2 to 2, 0 is off", lambda v: -2 <= v <= 2)
-        _number(self, "frequency_penalty", float, "-2 to 2, 0 is off", lambda v: -2 <= v <= 2)
-        _number(self, "seed", int, "0 to 2**64 - 1", lambda v: 0 <= v < 2**64)
-        _number(self, "logprobs", int, "0 or more", lambda v: v >= 0)
-        _number(self, "prompt_logprobs", int, "0 or more", lambda v: v >= 0)
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        stop_ids = self.stop_token_ids or ()
-        _require(
-            isinstance(stop, Sequence) and all(isinstance(text, str) and text for text in stop),
-            "stop", self.stop, "a string or a list of strings, none of them empty",
-        )  # fmt: skip
-        _require(
-            isinstance(stop_ids, Sequence) and all(_is_id(i) for i in stop_ids),
-            "stop_token_ids", self.stop_token_ids, "a list of token ids",
-        )  # fmt: skip
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
-        bias = {} if self.logit_bias is None else self.logit_bias
-        _require(
-            isinstance(bias, Mapping) and all(_is_id(i) and _is_bias(value) for i, value in bias.items()),
-            "logit_bias", self.logit_bias, "a mapping from token ids to numbers below infinity",
-        )  # fmt: skip
-        object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
-
-    def resolve(self, generation_config: Mapping[str, Any]) -> "SamplingParams":
-        """These parameters with every None of a sampling parameter filled in (seed and logprobs stay).
-
-        `do_sample: false` in generation_config.json means temperature 0 unless one was asked for; its
-        `eos_token_id` is the engine's business. Raises ConfigError where the file's value is out of range.
-        """
-        wanted: dict[str, Any] = {name: generation_config.get(name) for name in DEFAULTS}
-        wanted = {name: DEFAULTS[name] if value is None else value for name, value in wanted.items()}
-        if generation_config.get("do_sample") is False:
-            wanted["temperature"] = 0.0
-        limit = generation_config.get("max_new_tokens")
-        wanted["max_tokens"] = DEFAULT_MAX_TOKENS if limit is None else limit
-        wanted |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
-        wanted = {name: value for name, value in wanted.items() if getattr(self, name) is None}
-        try:
-            return replace(self, **wanted)
-        except RequestError as error:
-            raise ConfigError(f"generation_config.json: {error}") from error
-
-
-def _require(condition: bool, name: str, value: object, supported: str) -> None:
-    if not condition:
-        raise RequestError(f"{name} is {value!r}; supported: {supported}")
-
-
-def _number(params: SamplingParams, name: str, kind: type, supported: str, in_range: Any) -> None:
-    value = getattr(params, name)
-    if value is None:
-        return
-    number = isinstance(value, int if kind is int else Real) and not isinstance(value, bool)
-    _require(number and bool(in_range(value)), name, value, f"{kind.__name__}, {supported}")
-
-
-def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_bias(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and float(value) < math.inf
 
 
 @dataclass(frozen=True)
@@ -194,10 +76,17 @@ def token_logprobs(logits: Tensor, token_id: int, top_n: int) -> Sampled:
 class Sampler:
     """Draws the tokens of one sequence.
 
-    vocab_size is the width of the logits; prompt_ids are what the repetition penalty counts besides the output.
+    vocab_size is the width of the logits; prompt_ids are what the repetition penalty counts besides the output, end_ids
+    what `min_tokens` holds back.
     """
 
-    def __init__(self, params: SamplingParams, vocab_size: int, prompt_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt_ids: Sequence[int] = (),
+        end_ids: Collection[int] = (),
+    ) -> None:
         self.params = params = params.resolve({})
         # 48 random bits: large enough, and exact as a JSON number everywhere
         self.seed = int.from_bytes(os.urandom(6), "little") if params.seed is None else params.seed
@@ -210,12 +99,25 @@ class Sampler:
         self._seen = _Counts(prompt_ids) if params.repetition_penalty != 1 else None
         counted = params.frequency_penalty or params.presence_penalty
         self._output = _Counts(()) if counted else None
+        self._ends = np.array([i for i in end_ids if i < vocab_size], np.int64)
 
     @property
     def takes_argmax(self) -> bool:
         """Whether the argmax of the raw logits is the token and no log-probabilities are asked for."""
-        plain = self._seen is None and self._output is None and not self._bias_ids.size
-        return plain and self.params.temperature == 0 and self.params.logprobs is None
+        return self.params.temperature == 0 and self.params.logprobs is None and not self._changes_logits
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the next token is for `sample` on every device: `device_sampling` knows nothing of what it needs."""
+        return self.params.logprobs is not None or self._holds_ends
+
+    @property
+    def _holds_ends(self) -> bool:
+        return self.position < self.params.min_tokens and self._ends.size > 0
+
+    @property
+    def _changes_logits(self) -> bool:
+        return self._seen is not None or self._output is not None or self._bias_ids.size > 0 or self._holds_ends
 
     def accept(self, token_id: int) -> Sampled:
         """Take a token that the device chose: the argmax where `takes_argmax`, else the draw of `device_sampling`."""
@@ -240,7 +142,7 @@ class Sampler:
 
     def _processed(self, logits: Tensor) -> Tensor:
         """Steps 1 to 3 of the order above."""
-        if self._seen is None and self._output is None and not self._bias_ids.size:
+        if not self._changes_logits:
             return logits
         logits = logits.clone()
         x = logits.numpy()  # shares memory: what is written below is in `logits`
@@ -252,6 +154,8 @@ class Sampler:
         if self._output is not None:
             x[self._output.ids] -= np.float32(self.params.frequency_penalty) * self._output.counts
             x[self._output.ids] -= np.float32(self.params.presence_penalty)
+        if self._holds_ends:
+            x[self._ends] = -np.inf
         return logits
 
     def _draw(self, x: Tensor, peak: float) -> int:
@@ -389,4 +293,4 @@ class _Counts:
         return self._counts[: self._size]
 
 
-__all__ = ["Sampled", "Sampler", "SamplingParams", "kept_tokens", "philox", "token_logprobs", "uniform"]
+__all__ = ["Sampled", "Sampler", "kept_tokens", "philox", "token_logprobs", "uniform"]

@@ -100,6 +100,7 @@ class Scheduler:
         self._moved: dict[Sequence, None] = {}
         self._arrivals = 0
         self._refused: tuple[int, int, int] | None = None  # what it was like when the oldest one did not fit
+        self.preemptions = 0
 
     def add(self, sequence: Sequence) -> None:
         """Enter a new sequence. Raises RequestError if it could not even run alone."""
@@ -254,6 +255,7 @@ class Scheduler:
         return parked or (newest if newest is not s else None)
 
     def _preempt(self, s: Sequence) -> None:
+        self.preemptions += 1
         self._stop(s)
         if not s.parked:
             insort(self.waiting, s, key=_arrival)

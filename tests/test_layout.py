@@ -19,9 +19,11 @@ LAYERS = [
     ["quant"],
     ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
-    "shapes runner sampler benchmark prompts request scheduler executor engine_core engine".split(),
+    "shapes runner sampling_params sampler stats benchmark prompts request".split()
+    + "scheduler executor engine_core engine".split(),
     ["evaluation"],
     ["converter"],
+    ["server"],
     ["cli"],
     ["__main__"],
 ]

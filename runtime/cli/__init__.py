@@ -22,14 +22,14 @@ _HEEDS_INTERRUPTS = {"chat": "nibblelm.engine", "convert": "nibblelm.converter"}
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Command files import what is heavy inside `run`, so that this stays quick."""
-    from nibblelm.cli import bench, chat, convert, doctor, eval, generate, info
+    from nibblelm.cli import bench, chat, convert, doctor, eval, generate, info, serve
 
     parser = argparse.ArgumentParser(
         prog="nibblelm", description="Run decoder language models with int4 and int8 weights on CPU and CUDA."
     )
     parser.add_argument("--version", action="version", version=f"nibblelm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, chat, convert, eval, info, doctor, bench):
+    for module in (generate, chat, serve, convert, eval, info, doctor, bench):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)

@@ -16,7 +16,7 @@ from nibblelm.cli.options import (
 
 if TYPE_CHECKING:
     from nibblelm.engine import LLM
-    from nibblelm.sampler import SamplingParams
+    from nibblelm.sampling_params import SamplingParams
 
 HELP = "talk to a model with a chat template (/reset forgets, /exit leaves)"
 

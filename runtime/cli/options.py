@@ -8,12 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nibblelm.engine import LLM, GenerationOutput
-    from nibblelm.sampler import SamplingParams
+    from nibblelm.sampling_params import SamplingParams
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """-m and everything that decides how a model is loaded."""
     parser.add_argument("-m", "--model", required=True, metavar="PATH|HUB_ID", help="model folder or hub id")
+    add_load_arguments(parser)
+
+
+def add_load_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything that decides how a model is loaded, but the model."""
     add_device_argument(parser)
     parser.add_argument(
         "--dtype",
@@ -23,7 +28,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_activations_argument(parser)
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: the cores it may use)")
-    parser.add_argument("--ctx-size", type=positive, metavar="N", help="context in tokens (default: the model's)")
+    parser.add_argument(
+        "--ctx-size", "--max-context", type=positive, metavar="N", help="context in tokens (default: the model's)"
+    )
     add_kv_memory_argument(parser)
     parser.add_argument("--no-graph", dest="graph", action="store_false", help="run decode steps kernel by kernel")
     parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
@@ -72,7 +79,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def sampling_params(args: argparse.Namespace) -> "SamplingParams":
     """The SamplingParams that the flags ask for."""
-    from nibblelm.sampler import SamplingParams
+    from nibblelm.sampling_params import SamplingParams
 
     return SamplingParams(
         max_tokens=args.max_tokens,
@@ -89,12 +96,12 @@ def sampling_params(args: argparse.Namespace) -> "SamplingParams":
     )
 
 
-def load_model(args: argparse.Namespace) -> "LLM":
-    """The model that the flags ask for, for one sequence at a time."""
+def load_model(args: argparse.Namespace, max_sequences: int | None = 1) -> "LLM":
+    """The model that the flags ask for; None: for as many sequences at a time as is usual on its device."""
     from nibblelm.engine import LLM
 
     options = {"activations": args.activations, "strict": args.strict, "graph": args.graph}
-    options |= {"kv_memory": args.kv_memory, "max_sequences": 1}
+    options |= {"kv_memory": args.kv_memory, "max_sequences": max_sequences}
     return LLM(args.model, args.device, args.dtype, args.threads, args.ctx_size, **options)
 
 

@@ -29,6 +29,7 @@ def requests() -> list[tuple[list[int], dict[str, Any]]]:
         dict(temperature=0.7, logprobs=2),
         dict(temperature=0, prompt_logprobs=1),
         dict(temperature=0, stop_token_ids=list(range(0, VOCABULARY, 23))),
+        dict(temperature=0.9, stop_token_ids=list(range(0, VOCABULARY, 7)), min_tokens=5),
     ]
     made: list[tuple[list[int], dict[str, Any]]] = []
     for i in range(COUNT):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nibblelm import LLM, SamplingParams, StreamPiece
-from nibblelm.engine_core import BACKLOG, Engine
+from nibblelm.engine_core import BACKLOG, Engine, collect
 from nibblelm.errors import EngineError, RequestError
 from nibblelm.pages import PAGE
 from nibblelm.request import Request
@@ -135,7 +135,7 @@ def idle(llm: LLM) -> bool:
 
 
 def request_of(llm: LLM, prompt: str, params: SamplingParams) -> Request:
-    return llm._request(llm.encode(prompt), llm._params(params, {}))
+    return llm.request(llm.encode(prompt), llm.resolve(params, {}))
 
 
 def test_closed_dropped_and_unread_streams_free_their_pages(stories: Path) -> None:
@@ -300,6 +300,49 @@ def test_streams_in_an_event_loop(llm: LLM) -> None:
 
     assert asyncio.run(everything()) == alone
     assert eventually(lambda: idle(llm))
+
+
+def test_several_requests_are_read_together(llm: LLM) -> None:
+    calls = variants()
+    alone = [ids_of(llm.stream(prompt, params)) for prompt, params in calls]
+
+    async def together() -> list[list[int | None]]:
+        got: list[list[int | None]] = [[] for _ in calls]
+        async for batch in collect([llm.submit(prompt, params) for prompt, params in calls]):
+            for place, piece in batch:
+                got[place].append(piece.token_id)
+        return got
+
+    assert asyncio.run(together()) == alone
+
+
+def test_ticks_come_where_no_token_does(llm: LLM) -> None:
+    engine = Engine(llm.runner, Scheduler(1, 8, (64, 32)))
+    engine._thread = threading.current_thread()  # which makes no step
+    handle = engine.add(request_of(llm, "Once", GREEDY))
+
+    async def ticks() -> int:
+        count = 0
+        async for batch in collect([handle], tick_s=0.01):
+            count += not batch
+            if count == 3:
+                break
+        return count
+
+    assert asyncio.run(ticks()) == 3
+
+
+def test_counters_say_what_was_done(llm: LLM) -> None:
+    outputs = llm.generate(PROMPTS * 2, GREEDY)
+    stats = llm.engine.stats
+    assert eventually(lambda: stats.idle)
+    assert stats.stalled_s == 0
+    assert stats.generated_tokens == sum(len(output.token_ids) for output in outputs)
+    assert stats.prompt_tokens == sum(output.timings.prompt_tokens for output in outputs)
+    assert stats.finished == {"stop": 0, "length": len(outputs), "error": 0, "abort": 0}
+    assert sum(stats.first_token.counts) == sum(stats.end_to_end.counts) == len(outputs)
+    assert sum(stats.inter_token.counts) == stats.generated_tokens - len(outputs)
+    assert 0 < stats.steps <= stats.generated_tokens + len(outputs)
 
 
 def test_an_abort_from_another_thread_ends_the_reader(llm: LLM) -> None:

@@ -112,7 +112,7 @@ def run(llm: LLM, schedule: dict[str, Any], alone: list[Any], monkeypatch: pytes
         while arrivals and arrivals[0][0] <= step:
             _, index, patience, pace = arrivals.pop(0)
             prompt, params = REQUESTS[index]
-            request = llm._request(prompt, llm._params(SamplingParams(**params), {}))
+            request = llm.request(prompt, llm.resolve(SamplingParams(**params), {}))
             reading.append(Reader(engine.add(request), index, patience, pace))
         assert core.heard(wait=False)
         if core._scheduler.has_work:

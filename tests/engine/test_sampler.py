@@ -13,6 +13,7 @@ import torch
 from scipy import stats
 from transformers import (
     LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
@@ -22,7 +23,8 @@ from transformers import (
 )
 
 from nibblelm.errors import ConfigError, RequestError
-from nibblelm.sampler import Sampler, SamplingParams, kept_tokens, philox, token_logprobs, uniform
+from nibblelm.sampler import Sampler, kept_tokens, philox, token_logprobs, uniform
+from nibblelm.sampling_params import SamplingParams
 
 SIZES = [1, 3, 17, 63, 331, 4099, 151_936]
 
@@ -84,6 +86,18 @@ def test_bias_and_repetition_penalty_equal_transformers(size: int, penalty: floa
         params = SamplingParams(repetition_penalty=penalty, logit_bias=bias)
         assert torch.equal(processed(logits, params, prompt, output), theirs)
         assert torch.equal(logits, before)  # the caller's logits stay
+
+
+def test_min_tokens_holds_end_tokens_back_as_transformers_does() -> None:
+    logits, ends = logits_of(331, 3), [5, 17, 330]
+    theirs = MinNewTokensLengthLogitsProcessor(4, 3, ends, device="cpu")
+    sampler = Sampler(SamplingParams(min_tokens=3, temperature=0), 331, [1, 2, 3, 4], [*ends, 4099])
+    for drawn in range(5):
+        want = apply([theirs], [7] * (4 + drawn), logits)
+        assert torch.equal(sampler._processed(logits), want)
+        assert sampler.on_host is (drawn < 3)
+        assert sampler.takes_argmax is (drawn >= 3)
+        sampler.accept(7)
 
 
 def test_frequency_and_presence_penalties_count_output_only() -> None:

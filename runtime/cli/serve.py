@@ -1,0 +1,84 @@
+"""`nibblelm serve`: an OpenAI-compatible server."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from nibblelm.cli.options import add_load_arguments, load_model, positive, print_load
+
+HELP = "serve a model over HTTP, as OpenAI's API has it"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="model folder or hub id")
+    add_load_arguments(parser)
+    parser.add_argument(
+        "--max-sequences", type=positive, metavar="N", help="outputs computed together (64 on the CPU, 256 on CUDA)"
+    )
+    group = parser.add_argument_group("server")
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
+    group.add_argument("--port", type=_port, default=8000, metavar="N", help="0 takes one that is free (8000)")
+    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask for it; may be repeated")
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line, that `ps` does not show")
+    group.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="its name (default: MODEL); may be repeated",
+    )
+    group.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help="allow pages of ORIGIN, * for all")
+    group.add_argument("--max-queue", type=_count, default=256, metavar="N", help="outputs that may wait (256)")
+    group.add_argument("--timeout", type=_seconds, default=3600, metavar="S", help="seconds of one request (3600)")
+    group.add_argument("--drain", type=_seconds, default=30, metavar="S", help="seconds to end in, after SIGTERM (30)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from nibblelm.errors import RequestError
+
+    try:
+        from nibblelm.server.listen import Options, bound, serve
+        from nibblelm.server.service import Limits
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("nibblelm"):
+            raise
+        raise RequestError(f"serve needs {error.name}; install it with pip install 'nibblelm[serve]'") from error
+    keys = [*args.api_key, *_keys(args.api_key_file)]
+    limits = Limits(args.max_queue, args.timeout)
+    options = Options(args.host, args.port, keys, args.cors, limits, args.drain)
+    listening = bound(options.host, options.port)
+    llm = load_model(args, args.max_sequences)
+    print_load(llm)
+    names = args.served_model_name or [args.model]
+    host, port = listening.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"nibblelm: serving {names[0]} on http://{shown}:{port}", file=sys.stderr, flush=True)
+    return serve(llm, names, listening, options)
+
+
+def _keys(path: Path | None) -> list[str]:
+    from nibblelm.errors import RequestError
+
+    if path is None:
+        return []
+    keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not keys:
+        raise RequestError(f"{path} has no key; write one a line")
+    return keys
+
+
+def _port(text: str) -> int:
+    if not 0 <= (value := int(text)) <= 65535:
+        raise argparse.ArgumentTypeError(f"must be 0 to 65535, got {value}")
+    return value
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 1e6:
+        raise argparse.ArgumentTypeError(f"must be 0 to 1000000 seconds, got {value}")
+    return value

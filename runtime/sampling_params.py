@@ -1,0 +1,133 @@
+"""How a request is to be continued: what callers may ask for, and the ranges."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any
+
+from nibblelm.errors import ConfigError, RequestError
+
+# generation_config.json may set these; the values are the defaults where it does not
+DEFAULTS: dict[str, float] = {
+    "temperature": 0.8,
+    "top_k": 0,
+    "top_p": 0.95,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+DEFAULT_MAX_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt. None means generation_config.json's value, else the default; see `resolve`.
+
+    max_tokens          most tokens to generate (256); -1: until end of sequence or the context limit
+    temperature         0: greedy; 0.8
+    top_k               0: off (the default)
+    top_p, min_p        1 and 0: off; 0.95 and 0
+    repetition_penalty  1: off; counts prompt and output
+    presence_penalty, frequency_penalty   0: off; count output
+    logit_bias          added to the logits of these token ids; -inf forbids a token
+    seed                None: random, reported with the result
+    stop                strings that end the text; they are not part of it
+    stop_token_ids      tokens that end it, besides the model's own
+    ignore_eos          go on after the end-of-sequence token
+    min_tokens          tokens before which neither an end token nor one of stop_token_ids is chosen; 0: off
+    skip_special_tokens False: the text shows special tokens, which it leaves out otherwise
+    logprobs, prompt_logprobs   n: report the log-probability of each token and of the n most likely ones
+
+    Raises RequestError with the parameter, the value it got and the range.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _number(self, "max_tokens", int, "-1 (no limit) or at least 1", lambda v: v == -1 or v >= 1)
+        _number(self, "temperature", float, "0 (greedy) to 100", lambda v: 0 <= v <= 100)
+        _number(self, "top_k", int, "0 (off) or more", lambda v: v >= 0)
+        _number(self, "top_p", float, "0 to 1 (off)", lambda v: 0 <= v <= 1)
+        _number(self, "min_p", float, "0 (off) to 1", lambda v: 0 <= v <= 1)
+        _number(self, "repetition_penalty", float, "above 0 to 100, 1 is off", lambda v: 0 < v <= 100)
+        _number(self, "presence_penalty", float, "-2 to 2, 0 is off", lambda v: -2 <= v <= 2)
+        _number(self, "frequency_penalty", float, "-2 to 2, 0 is off", lambda v: -2 <= v <= 2)
+        _number(self, "seed", int, "0 to 2**64 - 1", lambda v: 0 <= v < 2**64)
+        _number(self, "min_tokens", int, "0 (off) or more", lambda v: v >= 0)
+        _number(self, "logprobs", int, "0 or more", lambda v: v >= 0)
+        _number(self, "prompt_logprobs", int, "0 or more", lambda v: v >= 0)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        stop_ids = self.stop_token_ids or ()
+        _require(
+            isinstance(stop, Sequence) and all(isinstance(text, str) and text for text in stop),
+            "stop", self.stop, "a string or a list of strings, none of them empty",
+        )  # fmt: skip
+        _require(
+            isinstance(stop_ids, Sequence) and all(_is_id(i) for i in stop_ids),
+            "stop_token_ids", self.stop_token_ids, "a list of token ids",
+        )  # fmt: skip
+        for name in ("ignore_eos", "skip_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        bias = {} if self.logit_bias is None else self.logit_bias
+        _require(
+            isinstance(bias, Mapping) and all(_is_id(i) and _is_bias(value) for i, value in bias.items()),
+            "logit_bias", self.logit_bias, "a mapping from token ids to numbers below infinity",
+        )  # fmt: skip
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
+
+    def resolve(self, generation_config: Mapping[str, Any]) -> "SamplingParams":
+        """These parameters with every None of a sampling parameter filled in (seed and logprobs stay).
+
+        `do_sample: false` in generation_config.json means temperature 0 unless one was asked for; its
+        `eos_token_id` is the engine's business. Raises ConfigError where the file's value is out of range.
+        """
+        wanted: dict[str, Any] = {name: generation_config.get(name) for name in DEFAULTS}
+        wanted = {name: DEFAULTS[name] if value is None else value for name, value in wanted.items()}
+        if generation_config.get("do_sample") is False:
+            wanted["temperature"] = 0.0
+        limit = generation_config.get("max_new_tokens")
+        wanted["max_tokens"] = DEFAULT_MAX_TOKENS if limit is None else limit
+        wanted |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+        wanted = {name: value for name, value in wanted.items() if getattr(self, name) is None}
+        try:
+            return replace(self, **wanted)
+        except RequestError as error:
+            raise ConfigError(f"generation_config.json: {error}") from error
+
+
+def _require(condition: bool, name: str, value: object, supported: str) -> None:
+    if not condition:
+        raise RequestError(f"{name} is {value!r}; supported: {supported}")
+
+
+def _number(params: SamplingParams, name: str, kind: type, supported: str, in_range: Any) -> None:
+    value = getattr(params, name)
+    if value is None:
+        return
+    number = isinstance(value, int if kind is int else Real) and not isinstance(value, bool)
+    _require(number and bool(in_range(value)), name, value, f"{kind.__name__}, {supported}")
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and float(value) < math.inf

@@ -1,0 +1,135 @@
+"""The application: paths, who may use them, and errors in one form."""
+
+import hmac
+import traceback
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nibblelm.server.answers import answer
+from nibblelm.server.chat import chat_completions
+from nibblelm.server.completions import completions
+from nibblelm.server.errors import ApiError
+from nibblelm.server.metrics import Metrics
+from nibblelm.server.service import ClientGoneError, Service
+from nibblelm.server.tokens import detokenize, tokenize
+
+_OPEN = ("/health",)
+"""Paths that need no key: a load balancer has none."""
+
+
+def application(service: Service, keys: Sequence[str], origins: Sequence[str]) -> Starlette:
+    """keys: any of them opens all paths, none are needed without any; origins: of pages that may use the server."""
+    metrics = Metrics(service)
+
+    async def health(_: HttpRequest) -> Response:
+        status, word = service.health()
+        return answer({"status": word}, status)
+
+    async def show_metrics(_: HttpRequest) -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def models(_: HttpRequest) -> Response:
+        return answer({"object": "list", "data": [_model(service, name) for name in service.names]})
+
+    async def model(request: HttpRequest) -> Response:
+        name = request.path_params["name"]
+        if name not in service.names:
+            known = ", ".join(service.names)
+            raise ApiError(404, f"the model {name!r:.80} is not here; served: {known}", code="model_not_found")
+        return answer(_model(service, name))
+
+    def post(path: str, endpoint: Callable[[Service, HttpRequest], Awaitable[Any]]) -> Route:
+        async def call(request: HttpRequest) -> Any:
+            return await endpoint(service, request)
+
+        return Route(path, call, methods=["POST"])
+
+    cors = Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])
+    return Starlette(
+        routes=[
+            Route("/health", health),
+            Route("/metrics", show_metrics),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            post("/v1/completions", completions),
+            post("/v1/chat/completions", chat_completions),
+            post("/tokenize", tokenize),
+            post("/detokenize", detokenize),
+        ],
+        middleware=[*([cors] if origins else []), Middleware(_Guard, keys=list(keys))],
+        exception_handlers={ApiError: _refused, HTTPException: _no_route, Exception: _failed}
+        | dict.fromkeys((ClientGoneError, ClientDisconnect), _nobody),
+    )
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    llm = service.llm
+    about = {"id": name, "object": "model", "created": service.created, "owned_by": "nibblelm"}
+    return about | {"max_model_len": llm.max_context}
+
+
+class _Guard:
+    """Asks for a key, and gives every answer a name that clients can quote."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app, self._keys = app, [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        name = uuid.uuid4().hex
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = name
+            await send(message)
+
+        if self._keys and scope["path"] not in _OPEN and not self._knows(Headers(scope=scope).get("authorization", "")):
+            message = "a key is needed, in the header Authorization: Bearer KEY"
+            error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            await _answer(error)(scope, receive, named)
+        else:
+            await self._app(scope, receive, named)
+
+    def _knows(self, authorization: str) -> bool:
+        scheme, _, given = authorization.partition(" ")
+        found = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]  # all, in the same time
+        return scheme.lower() == "bearer" and any(found)
+
+
+def _answer(error: ApiError) -> Response:
+    return answer(error.body, error.status, error.headers)
+
+
+async def _refused(_: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _answer(error)
+
+
+async def _no_route(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = HTTPStatus(error.status_code).phrase.lower()
+    path = f"{request.method} {request.url.path}"
+    return _answer(ApiError(error.status_code, f"{what}: {path:.200}", headers=error.headers))
+
+
+async def _failed(_: HttpRequest, error: Exception) -> Response:
+    """A mistake of the server itself. Starlette raises it again, so that it is logged with its traceback."""
+    return _answer(ApiError(500, f"the server failed: {traceback.format_exception_only(error)[-1].strip():.300}"))
+
+
+async def _nobody(_: HttpRequest, __: Exception) -> Response:
+    return Response(status_code=499)

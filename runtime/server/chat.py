@@ -1,0 +1,164 @@
+"""POST /v1/chat/completions: a conversation, answered through the model's chat template."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+from nibblelm.request import GenerationOutput, Request
+from nibblelm.sampler import Sampled
+from nibblelm.server.answers import Chunks, answer, finite, head, token_name, usage
+from nibblelm.server.errors import ApiError
+from nibblelm.server.events import EventStream
+from nibblelm.server.fields import Fields
+from nibblelm.server.messages import read_messages, read_tool_choice, read_tools
+from nibblelm.server.reply import THINK, THOUGHT, Delta, ReplyParser, whole_message
+from nibblelm.server.sampling_fields import MOST_LOGPROBS, MOST_TOKENS, Common, read_common
+from nibblelm.server.service import Service, read_body
+from nibblelm.server.tool_formats import tool_format
+
+
+@dataclass(frozen=True)
+class Chat:
+    """What a request asks for. `variables` go to the chat template; `asked`: tokens by number."""
+
+    messages: list[dict[str, Any]]
+    variables: dict[str, Any]
+    tool_names: list[str]
+    common: Common
+    asked: int | None
+
+
+def read_chat(f: Fields, generation_config: dict[str, Any]) -> Chat:
+    """The request of a body's fields, but for `model`. Raises ApiError 400."""
+    messages, tools = read_messages(f), read_tools(f)
+    choice = read_tool_choice(f, tools)
+    if choice not in (None, "none", "auto"):
+        raise ApiError(400, "tool_choice can be none or auto here", param="tool_choice")
+    f.choice("parallel_tool_calls", True)
+    variables = f.take("chat_template_kwargs", "an object", lambda v: isinstance(v, dict)) or {}
+    if taken := sorted({"messages", "tools", "add_generation_prompt"} & set(variables)):
+        f.refuse("chat_template_kwargs", taken, "names that are no fields of their own")
+    asked, older = f.integer("max_completion_tokens", 1, MOST_TOKENS), f.integer("max_tokens", 1, MOST_TOKENS)
+    if asked is not None and older not in (None, asked):
+        f.refuse("max_tokens", older, "the value of max_completion_tokens, which takes its place")
+    asked = older if asked is None else asked
+    unasked = generation_config.get("max_new_tokens") or -1
+    common = read_common(f, unasked if asked is None else asked, _logprobs(f))
+    f.take("modalities", '["text"]', lambda v: v == ["text"])
+    text = f.object("response_format")
+    if text is not None:
+        text.choice("type", "text", required=True)
+        text.end()
+    f.end()
+    offered = [] if choice == "none" else tools
+    names = [tool["function"]["name"] for tool in offered]
+    return Chat(messages, variables | ({"tools": offered} if offered else {}), names, common, asked)
+
+
+def _logprobs(f: Fields) -> int | None:
+    """How many of the most likely tokens to report beside each; None: nothing."""
+    wanted, top = f.flag("logprobs"), f.integer("top_logprobs", 0, MOST_LOGPROBS)
+    if top is not None and not wanted:
+        f.refuse("top_logprobs", top, "nothing without logprobs: true")
+    return (top or 0) if wanted else None
+
+
+async def chat_completions(service: Service, http: HttpRequest) -> Any:
+    """The endpoint."""
+    f = await read_body(http)
+    service.check_model(f)
+    wanted = read_chat(f, service.llm.generation_config)
+    with ExitStack() as room:
+        room.enter_context(service.admitted(wanted.common.n))
+        prompt, requests = await service.in_pool(_requests, service, wanted)
+        written = _Answer(service, wanted, prompt)
+        handles = service.begun(requests, wanted.common.stream)
+        if wanted.common.stream:
+            return EventStream(service, handles, written.events, room.pop_all())
+        return answer(written.whole(await service.outputs(handles, http.receive)))
+
+
+def _requests(service: Service, wanted: Chat) -> tuple[str, list[Request]]:
+    """The prompt as the template renders it, and the engine's requests."""
+    tokenizer = service.llm.tokenizer
+    if tokenizer is None or tokenizer.chat_template is None:
+        raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
+    params = wanted.common.params
+    if wanted.tool_names:
+        spoken = tool_format(tokenizer.chat_template)
+        if spoken is None:
+            raise ApiError(400, "this model's chat template has no tool calls in a form known here", param="tools")
+        if spoken.special:
+            params = service.llm.resolve(params, {"skip_special_tokens": False})
+    prompt = tokenizer.apply_chat_template(wanted.messages, **wanted.variables)
+    ids, params = service.llm.encode_rendered(prompt), service.llm.resolve(params, {})
+    return prompt, service.prepared(ids, params, wanted.common.n, wanted.asked, "messages")
+
+
+class _Answer:
+    """Writes what comes of the n requests."""
+
+    def __init__(self, service: Service, wanted: Chat, prompt: str) -> None:
+        tokenizer = service.llm.tokenizer
+        template = "" if tokenizer is None else tokenizer.chat_template or ""
+        kind = "chat.completion.chunk" if wanted.common.stream else "chat.completion"
+        self._head = head("chatcmpl", kind, service.names[0])
+        self._chunks = Chunks(self._head, wanted.common.include_usage)
+        self._common, self._tokenizer = wanted.common, tokenizer
+        self._outputs: dict[int, GenerationOutput] = {}
+        tools = tool_format(template) if wanted.tool_names else None
+        self._parsers = [
+            ReplyParser(THOUGHT in template, prompt.rstrip().endswith(THINK), tools, wanted.tool_names)
+            for _ in range(wanted.common.n)
+        ]
+        self._begun = [False] * wanted.common.n
+
+    def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
+        choices = []
+        for place, output in enumerate(outputs):
+            message = whole_message(self._parsers[place].push(output.text, final=True))
+            reason = self._reason(place, output)
+            scores = self._scores(output.logprobs or [])
+            choices.append({"index": place, "message": message, "logprobs": scores, "finish_reason": reason})
+        return self._head | {"choices": choices, "usage": usage(outputs[:1], outputs)}
+
+    def events(self, batch: list[tuple[int, Any]]) -> Iterator[str]:
+        """The role first, then what each token makes certain; at the end the usage, if it was asked for."""
+        for place, piece in batch:
+            if not self._begun[place]:
+                self._begun[place] = True
+                yield self._chunk(place, {"role": "assistant", "content": ""}, None, None)
+            deltas = self._parsers[place].push(piece.text, piece.output is not None)
+            scores = self._scores([piece.logprobs] if piece.logprobs else [])
+            for delta in deltas or ([{}] if scores is not None and scores["content"] else []):
+                yield self._chunk(place, delta, scores, None)
+                scores = self._scores([])
+            if piece.output is not None:
+                self._outputs[place] = piece.output
+                yield self._chunk(place, {}, None, self._reason(place, piece.output))
+        if not batch and self._common.include_usage:
+            outputs = [self._outputs[place] for place in range(self._common.n)]
+            yield self._chunks.usage(usage(outputs[:1], outputs))
+
+    def _chunk(self, place: int, delta: Delta, scores: Any, reason: str | None) -> str:
+        return self._chunks.of({"index": place, "delta": delta, "logprobs": scores, "finish_reason": reason})
+
+    def _reason(self, place: int, output: GenerationOutput) -> str:
+        return "tool_calls" if self._parsers[place].calls and output.finish_reason == "stop" else output.finish_reason
+
+    def _scores(self, sampled: Sequence[Sampled]) -> dict[str, Any] | None:
+        most = self._common.params.logprobs
+        if most is None:
+            return None
+        content = []
+        for one in sampled:
+            top = [self._score(i, value) for i, value in one.top[:most]]
+            content.append(self._score(one.token_id, one.logprob) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _score(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        raw = [] if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
+        return {"token": token_name(self._tokenizer, token_id), "logprob": finite(logprob), "bytes": raw}

@@ -1,0 +1,169 @@
+"""POST /v1/completions: texts, or token ids, continued."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+from nibblelm.request import GenerationOutput, Request
+from nibblelm.sampler import Sampled
+from nibblelm.server.answers import Chunks, answer, finite, head, token_name, top_of, usage
+from nibblelm.server.events import EventStream
+from nibblelm.server.fields import Fields, is_integer
+from nibblelm.server.sampling_fields import MOST_LOGPROBS, MOST_TOKENS, Common, read_common
+from nibblelm.server.service import Service, read_body
+from nibblelm.tokenizer import Tokenizer
+
+MAX_TOKENS = 16
+"""Tokens where the request does not say, as in OpenAI's API."""
+
+MOST_PROMPTS = 256
+
+Prompt = str | list[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request asks for. `asked`: tokens by number; 0 with echo computes one, which is not shown."""
+
+    prompts: list[Prompt]
+    common: Common
+    asked: int
+    echo: bool
+
+
+def read_completion(f: Fields) -> Completion:
+    """The request of a body's fields, but for `model`. Raises ApiError 400."""
+    prompts = _prompts(f)
+    asked = f.integer("max_tokens", 0, MOST_TOKENS)
+    asked = MAX_TOKENS if asked is None else asked
+    echo = f.flag("echo")
+    logprobs = f.integer("logprobs", 0, MOST_LOGPROBS)
+    if asked == 0 and not echo:
+        f.refuse("max_tokens", 0, "1 or more, 0 only with echo")
+    common = read_common(f, max(asked, 1), logprobs)
+    f.choice("best_of", common.n)
+    f.end()
+    return Completion(prompts, common, asked, echo)
+
+
+def _prompts(f: Fields) -> list[Prompt]:
+    supported = f"a string, a list of token ids, or a list of 1 to {MOST_PROMPTS} such prompts"
+
+    def is_prompt(value: Any) -> bool:
+        return isinstance(value, str) or (isinstance(value, list) and len(value) > 0 and all(map(is_integer, value)))
+
+    def fits(value: Any) -> bool:
+        several = isinstance(value, list) and 1 <= len(value) <= MOST_PROMPTS and all(map(is_prompt, value))
+        return is_prompt(value) or several
+
+    value = f.take("prompt", supported, fits, required=True)
+    return [value] if is_prompt(value) else value
+
+
+async def completions(service: Service, http: HttpRequest) -> Any:
+    """The endpoint."""
+    f = await read_body(http)
+    service.check_model(f)
+    wanted = read_completion(f)
+    n, stream = wanted.common.n, wanted.common.stream
+    with ExitStack() as room:
+        room.enter_context(service.admitted(n * len(wanted.prompts)))
+        requests = await service.in_pool(_requests, service, wanted)
+        written = _Answer(service, wanted, requests)
+        handles = service.begun(requests, stream)
+        if stream:
+            return EventStream(service, handles, written.events, room.pop_all())
+        return answer(written.whole(await service.outputs(handles, http.receive)))
+
+
+def _requests(service: Service, wanted: Completion) -> list[Request]:
+    params = service.llm.resolve(wanted.common.params, {})
+    if wanted.echo and params.logprobs is not None:
+        params = service.llm.resolve(params, {"prompt_logprobs": params.logprobs})
+    requests: list[Request] = []
+    for prompt in wanted.prompts:
+        ids = service.llm.encode(prompt)
+        requests += service.prepared(ids, params, wanted.common.n, wanted.asked, "prompt")
+    return requests
+
+
+class _Answer:
+    """Writes what comes of the requests, of which each prompt has n."""
+
+    def __init__(self, service: Service, wanted: Completion, requests: Sequence[Request]) -> None:
+        self._wanted, self._requests = wanted, requests
+        self._tokenizer = service.llm.tokenizer
+        self._head = head("cmpl", "text_completion", service.names[0])
+        self._chunks = Chunks(self._head, wanted.common.include_usage)
+        self._outputs: dict[int, GenerationOutput] = {}
+        self._offsets = [0] * len(requests)
+        self._begun = [False] * len(requests)
+
+    def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
+        self._outputs = dict(enumerate(outputs))
+        choices = []
+        for place, output in enumerate(outputs):
+            text, prompt_scores = self._beginning(place)
+            shown = output.text if self._wanted.asked else ""
+            scores = (output.logprobs or []) if self._wanted.asked else []
+            choices.append(self._choice(place, text + shown, [*prompt_scores, *scores], output.finish_reason))
+        return self._head | {"choices": choices, "usage": self._usage()}
+
+    def events(self, batch: list[tuple[int, Any]]) -> Iterator[str]:
+        """One event for each token; at the end the usage, if it was asked for."""
+        for place, piece in batch:
+            text, scores = ("", []) if self._begun[place] else self._beginning(place)
+            self._begun[place] = True
+            if self._wanted.asked:
+                text, scores = text + piece.text, scores + ([piece.logprobs] if piece.logprobs else [])
+            reason = None
+            if piece.output is not None:
+                self._outputs[place], reason = piece.output, piece.output.finish_reason
+            if text or scores or reason:
+                yield self._chunks.of(self._choice(place, text, scores, reason))
+        if not batch and self._wanted.common.include_usage:
+            yield self._chunks.usage(self._usage())
+
+    def _beginning(self, place: int) -> tuple[str, list[Sampled | None]]:
+        """With echo the prompt, and the log-probabilities of its tokens (None for the first)."""
+        request = self._requests[place]
+        if not self._wanted.echo:
+            return "", []
+        prompt = self._wanted.prompts[place // self._wanted.common.n]
+        if isinstance(prompt, list):
+            prompt = "" if self._tokenizer is None else self._tokenizer.decode(prompt)
+        return prompt, list(request.prompt_logprobs or [])
+
+    def _choice(self, place: int, text: str, scores: list[Sampled | None], reason: str | None) -> dict[str, Any]:
+        shown = None if self._wanted.common.params.logprobs is None else self._logprobs(place, scores)
+        return {"index": place, "text": text, "logprobs": shown, "finish_reason": reason}
+
+    def _logprobs(self, place: int, scores: list[Sampled | None]) -> dict[str, Any]:
+        most = self._wanted.common.params.logprobs or 0
+        first = self._requests[place].ids[0]
+        names, values, tops, offsets = [], [], [], []
+        for sampled in scores:
+            token_id = first if sampled is None else sampled.token_id
+            name = token_name(self._tokenizer, token_id)
+            names.append(name)
+            values.append(None if sampled is None else finite(sampled.logprob))
+            tops.append(None if sampled is None else _top(self._tokenizer, sampled, most))
+            offsets.append(self._offsets[place])
+            self._offsets[place] += self._width(token_id, name)
+        return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def _width(self, token_id: int, name: str) -> int:
+        """Characters of the text that a token makes by itself."""
+        hidden = self._tokenizer is None or self._tokenizer.is_special(token_id) or name.startswith("bytes:")
+        return 0 if hidden else len(name)
+
+    def _usage(self) -> dict[str, Any]:
+        n, outputs = self._wanted.common.n, [self._outputs[place] for place in range(len(self._requests))]
+        return usage(outputs[::n], outputs, None if self._wanted.asked else 0)
+
+
+def _top(tokenizer: Tokenizer | None, sampled: Sampled, most: int) -> dict[str, float | None]:
+    return {token_name(tokenizer, i): finite(logprob) for i, logprob in top_of(sampled, most)}

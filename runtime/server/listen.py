@@ -1,0 +1,159 @@
+"""The process: a socket, its limits on slow clients, signals, and the way out."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from nibblelm.engine import LLM
+from nibblelm.errors import RequestError
+from nibblelm.server.app import application
+from nibblelm.server.service import Limits, Service
+
+HEAD_S = 15.0
+"""Seconds that a client may take for a request's first line and headers, from its connection or its first byte on."""
+
+HEAD_BYTES = 64 << 10
+KEEP_ALIVE_S = 75
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where to listen, and for whom.
+
+    keys      any of them is asked for; none: everyone may come
+    origins   of web pages that may use the server from a browser, "*" for all
+    drain_s   seconds that running requests have to end after SIGTERM
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    limits: Limits = field(default_factory=Limits)
+    drain_s: float = 30.0
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens: connections wait in it until the server is up. RequestError if it cannot be had."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise RequestError(f"cannot listen on {host}, port {port}: {error}; choose others (--host, --port)") from error
+
+
+def serve(llm: LLM, names: Sequence[str], listening: socket.socket, options: Options) -> int:
+    """Serve until SIGTERM, SIGINT or the end of the engine; the exit code. Run by the main thread.
+
+    SIGTERM: nothing new, what runs has `drain_s` to end; 0. A second one, or SIGINT: at once; 130 after SIGINT.
+    """
+    host = listening.getsockname()[0]
+    if not options.keys and not _is_loopback(host):
+        warnings.warn(f"everyone who reaches {host} can use this server; ask for a key with --api-key", stacklevel=2)
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are about requests of strangers
+    service = Service(llm, names, options.limits)
+    config = uvicorn.Config(
+        application(service, options.keys, options.origins),
+        http=_Protocol,
+        ws="none",
+        lifespan="off",
+        loop="uvloop",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=2,
+    )
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        return runner.run(_run(service, config, listening, options.drain_s))
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host == "::1"
+
+
+class _Server(uvicorn.Server):
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._serve(sockets)  # without its signal handlers, which know no draining
+
+
+async def _run(service: Service, config: uvicorn.Config, listening: socket.socket, drain_s: float) -> int:
+    server, loop = _Server(config), asyncio.get_running_loop()
+    received: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, received.put_nowait, number)
+    serving = asyncio.create_task(server.serve([listening]))
+    stopped = asyncio.create_task(received.get())
+    failed = asyncio.create_task(service.engine_failed.wait())
+    await asyncio.wait({serving, stopped, failed}, return_when=asyncio.FIRST_COMPLETED)
+    code = 1
+    if stopped.done():
+        code = 0
+        if stopped.result() == signal.SIGINT or await _interrupted(service, received, drain_s):
+            code = 130
+    elif failed.done():
+        print(f"nibblelm: error: {service.llm.engine.end}", file=sys.stderr)
+    service.draining = True
+    await loop.run_in_executor(None, service.llm.close)  # what has not ended by now gets its error
+    server.should_exit = True
+    failed.cancel()
+    await serving
+    return code
+
+
+async def _interrupted(service: Service, received: "asyncio.Queue[int]", drain_s: float) -> bool:
+    """Wait for what runs to end. Whether Ctrl-C put an end to that."""
+    service.draining = True
+    print(f"nibblelm: stopping; {service.unfinished} outputs have {drain_s:g} s to end", file=sys.stderr)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(drain_s):
+            while service.unfinished:
+                with suppress(TimeoutError):
+                    return await asyncio.wait_for(received.get(), 0.02) == signal.SIGINT
+    return False
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's, with an end to clients that never come to the point: it has none for a request's head."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._head_timer = self.loop.call_later(HEAD_S, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_done()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_timer is not None and self._head_bytes > HEAD_BYTES:
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head_timer is None:
+            self._head_bytes = 0
+            self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def on_headers_complete(self) -> None:
+        self._head_done()
+        super().on_headers_complete()
+
+    def _head_done(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

@@ -1,0 +1,221 @@
+"""Between the endpoints and the engine: who may come in, what runs in threads, and how requests are waited for."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import Receive
+
+from nibblelm.engine import LLM
+from nibblelm.engine_core import Handle, collect
+from nibblelm.errors import NibbleLMError, RequestError
+from nibblelm.request import GenerationOutput, Request
+from nibblelm.sampling_params import SamplingParams
+from nibblelm.server.errors import ApiError, as_api_error
+from nibblelm.server.fields import Fields, parse
+
+MOST_BYTES = 4 << 20
+"""Of a request's body; a context of 128k tokens is about 0.5 MB of text."""
+
+BODY_S = 30.0
+"""Seconds in which a body has to arrive."""
+
+STALLED_S = 30.0
+"""Seconds without a step, while something is to be computed, after which the server counts as ill."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """max_queue: outputs that may wait beyond those that are computed together; timeout_s: of one request, in all."""
+
+    max_queue: int = 256
+    timeout_s: float = 3600.0
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection: there is nobody to answer."""
+
+
+class Service:
+    """One model, under `names`. Used by one event loop; `unfinished` counts outputs from admission to the end."""
+
+    def __init__(self, llm: LLM, names: Sequence[str], limits: Limits) -> None:
+        self.llm, self.names, self.limits = llm, list(names), limits
+        self.unfinished = 0
+        self.refused = 0
+        self.draining = False
+        self.created = int(time.time())
+        self.engine_failed = asyncio.Event()
+        if self.most > llm.engine.most:
+            raise RequestError(
+                f"max_queue is {limits.max_queue}; supported: {llm.engine.most - llm.max_sequences} or less"
+            )
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="nibblelm-server")
+
+    @property
+    def most(self) -> int:
+        """Outputs that may be unfinished at a time."""
+        return self.llm.max_sequences + self.limits.max_queue
+
+    def health(self) -> tuple[int, str]:
+        """HTTP status, and a word for it."""
+        if (end := self.llm.engine.end) is not None:
+            return 503, f"ended: {end}"
+        if self.draining:
+            return 503, "draining"
+        stalled_s = self.llm.engine.stats.stalled_s
+        if stalled_s > STALLED_S:
+            return 503, f"stalled: requests wait, and no step has come to an end for {stalled_s:.0f} s"
+        return 200, "ok"
+
+    def check_model(self, f: Fields) -> None:
+        """Take the field `model`; a request that names none means the one there is."""
+        name = f.text("model")
+        if name is not None and name not in self.names:
+            known = ", ".join(self.names)
+            raise ApiError(
+                404, f"the model {name!r:.80} is not here; served: {known}", param="model", code="model_not_found"
+            )
+
+    async def in_pool(self, function: Callable[..., T], *args: Any) -> T:
+        """Run what would hold up the event loop. The package's errors become a client's."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+        except NibbleLMError as error:
+            raise as_api_error(error) from error
+
+    @contextmanager
+    def admitted(self, outputs: int, param: str = "n") -> Iterator[None]:
+        """Room for so many outputs. Raises ApiError 400, 429 or 503 where there is none."""
+        if outputs > self.most:
+            raise ApiError(400, f"{outputs} outputs in one request; supported: at most {self.most}", param=param)
+        if self.draining:
+            raise ApiError(503, "the server is about to stop; ask another one", headers={"retry-after": "1"})
+        if self.unfinished + outputs > self.most:
+            self.refused += 1
+            raise ApiError(
+                429,
+                f"{self.unfinished} outputs are being computed or wait; with {outputs} more there would be more than "
+                f"{self.most}: try again later",
+                code="queue_full",
+                headers={"retry-after": "1"},
+            )
+        self.unfinished += outputs
+        try:
+            yield
+        finally:
+            self.unfinished -= outputs
+
+    def prepared(
+        self, ids: list[int], params: SamplingParams, count: int, asked: int | None, param: str
+    ) -> list[Request]:
+        """Engine requests for `count` outputs after a prompt, drawn with seed, seed + 1, ... For a thread of the pool.
+
+        asked   tokens that the client asked for by number: fewer would be a silent cut
+        """
+        context = self.llm.max_context
+        if len(ids) + max(asked or 0, 1) > context:
+            wanted = f" and {asked} are asked for" if asked else ""
+            raise ApiError(
+                400,
+                f"the prompt has {len(ids)} tokens{wanted}; the context holds {context}: shorten it, or ask for fewer",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return self.llm.requests(ids, params, count)
+
+    def begun(self, requests: Sequence[Request], stream: bool) -> list[Handle]:
+        """Enter requests into the engine."""
+        handles: list[Handle] = []
+        try:
+            for request in requests:
+                handles.append(self.llm.engine.add(request, stream))
+        except NibbleLMError as error:
+            for handle in handles:
+                handle.abort()
+            raise self._failed(error) from error
+        return handles
+
+    @asynccontextmanager
+    async def limited(self) -> AsyncIterator[None]:
+        """The time that a request may take; errors of the engine become a client's."""
+        try:
+            async with asyncio.timeout(self.limits.timeout_s):
+                yield
+        except TimeoutError as error:
+            raise ApiError(
+                504,
+                f"the request took more than {self.limits.timeout_s:g} s; ask for fewer tokens, or raise --timeout",
+                code="timeout",
+                headers={"x-should-retry": "false"},
+            ) from error
+        except NibbleLMError as error:
+            raise self._failed(error) from error
+
+    async def outputs(self, handles: Sequence[Handle], receive: Receive) -> list[GenerationOutput]:
+        """What requests without a stream come to, in their order. Raises ClientGoneError when the client leaves."""
+        done: list[GenerationOutput | None] = [None] * len(handles)
+        async with self.limited(), until_gone(receive, handles):
+            async for batch in collect(handles):
+                for place, piece in batch:
+                    done[place] = piece.output
+        finished = [output for output in done if output is not None]
+        if len(finished) < len(handles):
+            raise ClientGoneError
+        if (failed := next((output.error for output in finished if output.error is not None), None)) is not None:
+            raise ApiError(500, failed)
+        return finished
+
+    def _failed(self, error: NibbleLMError) -> ApiError:
+        if self.llm.engine.end is not None and not self.draining:
+            self.engine_failed.set()
+        return as_api_error(error)
+
+
+@asynccontextmanager
+async def until_gone(receive: Receive, handles: Sequence[Handle]) -> AsyncIterator[None]:
+    """Abort `handles` as soon as the client closes its connection; for a request whose body has been read."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        for handle in handles:
+            handle.abort()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+
+
+async def read_body(request: HttpRequest) -> Fields:
+    """The JSON object that a request carries."""
+    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the body has to be JSON, sent with the header Content-Type: application/json")
+
+    async def read() -> bytes:
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MOST_BYTES:
+                raise ApiError(413, f"the body has more than {MOST_BYTES} bytes", headers={"connection": "close"})
+        return bytes(body)
+
+    return Fields(parse(await within(BODY_S, read(), "the body")))
+
+
+async def within(seconds: float, work: Awaitable[T], what: str) -> T:
+    """The result of `work`, or ApiError 408."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError as error:
+        raise ApiError(408, f"{what} did not arrive within {seconds:g} s", headers={"connection": "close"}) from error

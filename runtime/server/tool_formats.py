@@ -1,0 +1,89 @@
+"""How families of models write tool calls into their answers, and reading them back."""
+
+import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+Call = dict[str, Any]
+"""{"name": ..., "arguments": JSON text}"""
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """One way to write calls.
+
+    start      what begins a call in the middle of a text; None: a call is the whole answer, from its first character
+    end        what ends it; None: the end of the answer
+    read       the calls in the text from `start` to `end`, without both; None if it is none
+    special    start is a special token, which the text has to show
+    """
+
+    start: str | None
+    end: str | None
+    read: Callable[[str, Collection[str]], list[Call] | None]
+    special: bool = False
+
+
+def _call(value: Any, key: str, names: Collection[str]) -> Call | None:
+    """A call of a function that was offered, from {"name": ..., key: {...}}."""
+    if not isinstance(value, dict) or value.get("name") not in names or not isinstance(value.get(key, {}), dict):
+        return None
+    return {"name": value["name"], "arguments": json.dumps(value.get(key, {}), ensure_ascii=False)}
+
+
+def _all(calls: list[Call | None]) -> list[Call] | None:
+    found = [call for call in calls if call is not None]
+    return found if found and len(found) == len(calls) else None
+
+
+def _qwen(text: str, names: Collection[str]) -> list[Call] | None:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
+    try:
+        return _all([_call(json.loads(text), "arguments", names)])
+    except (ValueError, RecursionError):
+        return None
+
+
+def _llama3(text: str, names: Collection[str]) -> list[Call] | None:
+    """{"name": ..., "parameters": {...}}, several with ; between them, perhaps after <|python_tag|>"""
+    decoder, calls = json.JSONDecoder(), []
+    text = text.strip().removeprefix("<|python_tag|>").strip()
+    try:
+        while text:
+            value, end = decoder.raw_decode(text)
+            calls.append(_call(value, "parameters", names))
+            rest = text[end:].strip()
+            if rest and not rest.startswith(";"):
+                return None
+            text = rest.removeprefix(";").strip()
+    except (ValueError, RecursionError):
+        return None
+    return _all(calls)
+
+
+def _mistral(text: str, names: Collection[str]) -> list[Call] | None:
+    """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} for each"""
+    try:
+        if text.lstrip().startswith("["):
+            values = json.loads(text)
+        else:
+            parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]")]
+            named = [(name.partition("[CALL_ID]")[0].strip(), json.loads(text)) for name, _, text in parts]
+            values = [{"name": name, "arguments": arguments} for name, arguments in named]
+        return _all([_call(value, "arguments", names) for value in values])
+    except (ValueError, RecursionError):
+        return None
+
+
+QWEN = ToolFormat("<tool_call>", "</tool_call>", _qwen)
+MISTRAL = ToolFormat("[TOOL_CALLS]", None, _mistral, special=True)
+LLAMA3 = ToolFormat(None, None, _llama3, special=True)
+
+
+def tool_format(template: str | None) -> ToolFormat | None:
+    """The format that a chat template teaches its model; None if it renders no tools, or in a way not known here."""
+    if template is None or "tools" not in template:
+        return None
+    known = (("<tool_call>", QWEN), ("[TOOL_CALLS]", MISTRAL), ("parameters", LLAMA3))
+    return next((each for mark, each in known if mark in template), None)
