@@ -58,8 +58,8 @@ class Weights(Protocol):
         """
         ...
 
-    def vector(self, name: str, size: int) -> Tensor:
-        """A norm gain or a bias, (size,) in fp32."""
+    def vector(self, name: str, *shape: int) -> Tensor:
+        """A norm gain, a bias or a table of positions, in fp32; never quantized."""
         ...
 
     def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
@@ -94,8 +94,8 @@ class PlanWeights:
         self.groups.append([name for name, _ in modules])
         return []
 
-    def vector(self, name: str, size: int) -> Tensor:
-        self.specs.append(TensorSpec(name, "vector", (size,)))
+    def vector(self, name: str, *shape: int) -> Tensor:
+        self.specs.append(TensorSpec(name, "vector", shape))
         return torch.empty(0)
 
     def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
@@ -160,10 +160,10 @@ class CheckpointWeights:
             self._release(name)
         return packed
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, *shape: int) -> Tensor:
         value = self.checkpoint.tensor(name)
-        if tuple(value.shape) != (size,):
-            raise CheckpointError(f"{name} has shape {list(value.shape)}; config.json says [{size}]")
+        if tuple(value.shape) != shape:
+            raise CheckpointError(f"{name} has shape {list(value.shape)}; config.json says {list(shape)}")
         return ops.to_device(value, self.device).to(torch.float32, copy=True)
 
     def _holds(self, module: str) -> bool:

@@ -22,7 +22,7 @@ from nibblelm.tokenizer import load_tokenizer
 from nibblelm.weights import Kind
 
 LENGTH = 512
-_LAYER = re.compile(r".*\blayers\.(\d+)\.")
+_LAYER = re.compile(r".*\b(?:layers|blocks|h)\.(\d+)\.")
 SEPARATOR = "<|endoftext|>"
 _DEFAULT = "calibration.txt"
 
@@ -99,7 +99,7 @@ class _Skeleton(PlanWeights):
     def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
         return self.matrices([(module, rows)], columns, "head")
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, *shape: int) -> Tensor:
         return self._read(name).float().to(self.device)
 
     def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:

@@ -131,7 +131,8 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """LayerNorm over the last dimension, with fused residual add (Ba et al. 2016).
 
-    x (M, H), weight (H,) fp32, bias (H,) fp32 or None, residual like x or None;
+    x (M, H) or (M, heads, D), weight (H,) or (D,) fp32, or (heads, D) where each head has its own; bias (H,) or (D,)
+    fp32 or None, residual like x or None
     returns (norm(h) * weight + bias, h) with h = x + residual (h is x itself without residual)
     """
     return backend(x.device).layer_norm(x, weight, bias, eps, residual)
@@ -214,17 +215,13 @@ def attention(
     alibi_slopes (H,) fp32 times (p - positions[m]) and mask[m, p], an fp32 (M, columns) additive mask; positions
     beyond its columns are not attended. prefix_lengths (M,) int32: row m also sees p < prefix_lengths[m] (a
     bidirectional prompt). starts (S,) int32: the first valid position of each slot (left padding). A row that
-    may attend to nothing gives zeros. On the CPU all options but softcap go through the reference.
+    may attend to nothing gives zeros.
 
     one_sequence  promises that all rows belong to slots[0] at consecutive positions, so that a device may take
                   its tiled prefill kernel; a device may not see whether the promise is kept
     """
     options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
     inputs = (q, k_cache, v_cache, slots, positions, tables, scale, window)
-    if q.device.type == "cpu":
-        if all(option is None for option in options[1:]):
-            return backend(q.device).attention(*inputs, softcap)
-        return backend(q.device).attention_with_options(*inputs, *options)
     return backend(q.device).attention(*inputs, *options, one_sequence)
 
 
@@ -279,6 +276,16 @@ def silu(x: Tensor) -> Tensor:
 def softcap(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap) of every element of (M, N), cap > 0 (Bello et al. 2016)."""
     return backend(x.device).softcap(x, cap)
+
+
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0) of every element of (M, N)."""
+    return backend(x.device).relu(x)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x * factor of every element of (M, N)."""
+    return backend(x.device).scale(x, factor)
 
 
 def embedding(ids: Tensor, table: Weight, dtype: torch.dtype = torch.float32, multiplier: float = 1.0) -> Tensor:
