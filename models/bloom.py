@@ -30,6 +30,11 @@ KEYS = {
 }
 
 
+def tensor_name(name: str) -> str:
+    """The published files have the names of the model without its head."""
+    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
+
+
 @dataclass(frozen=True)
 class BloomConfig(DecoderConfig):
     """`normed`: what blocks add to is their normed input."""

@@ -41,6 +41,7 @@ KEYS = {
     "tie_word_embeddings": Key(bool, True, optional=True),
     "apply_residual_connection_post_layernorm": Key(bool, False, only=(False,), optional=True),
 }
+UNOPENED = "its projections are a class of their own, which compressed-tensors does not know"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,10 @@ __all__ = ["KEYS", "Model", "read_config"]
 
 KEYS = {
     **gemma2.KEYS,
+    # What the published files leave out.
+    "vocab_size": Key(int, 262208, minimum=1),
+    "num_attention_heads": Key(int, 8, minimum=1),
+    "max_position_embeddings": Key(int, 131072, minimum=1),
     "sliding_window_pattern": Key(int, 6, minimum=1),
     "_sliding_window_pattern": Key(int, None),  # what layer_types says
     "layer_types": WINDOW_KEYS["layer_types"],

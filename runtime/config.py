@@ -257,6 +257,7 @@ class DecoderConfig:
     window_rope: RopeConfig | None = None  # of the layers with a window, where it is not `rope`
     unrotated: tuple[int, ...] = ()  # layers without rotary positions
     query_growth: tuple[float, float] = (0.0, 1.0)  # (b, n): q is times 1 + b log(1 + floor(position / n))
+    transposed: bool = False  # the checkpoint has the layers' matrices as (K, N)
     embedding_multiplier: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # 0: none

@@ -7,17 +7,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from nibblelm.config import DecoderConfig, RopeConfig
+from nibblelm.config import DecoderConfig
 from nibblelm.graph import Value
 from nibblelm.kv_cache import KVCache
-from nibblelm.memory import reserved
-from nibblelm.ops.types import PAGE, ActivationBits
-from nibblelm.pages import page_count
-from nibblelm.rope_scaling import growth, tables
+from nibblelm.ops.types import ActivationBits
+from nibblelm.rope import Rope
 from nibblelm.weights import PlanWeights, TensorSpec, Weights
-
-_ROPE_BLOCK = 1024
-"""Positions whose rows are made together."""
 
 __all__ = [
     "Attention",
@@ -38,7 +33,6 @@ __all__ = [
     "Weights",
     "heads_apart",
     "norm",
-    "rope_bytes",
 ]
 
 
@@ -56,7 +50,8 @@ class Step:
 class Linear:
     """One projection, or several of one input side by side: (M, K) -> (M, N).
 
-    order  the rows of the checkpoint in the order of the columns that come out
+    order       the rows of the checkpoint in the order of the columns that come out
+    transposed  the checkpoint has (K, N)
     """
 
     def __init__(
@@ -67,8 +62,9 @@ class Linear:
         bias: bool = False,
         pairs: bool = False,
         order: Tensor | None = None,
+        transposed: bool = False,
     ) -> None:
-        self.packed = weights.matrices(modules, columns, pairs=pairs, order=order)
+        self.packed = weights.matrices(modules, columns, pairs=pairs, order=order, transposed=transposed)
         self.bias = torch.cat([weights.vector(f"{name}.bias", rows) for name, rows in modules]) if bias else None
         if self.bias is not None and order is not None and len(self.bias):
             self.bias = self.bias[order.to(self.bias.device)]
@@ -168,71 +164,6 @@ def norm(weights: Weights, module: str, config: DecoderConfig) -> RMSNorm | Laye
     return RMSNorm(weights, module, config.hidden_size, config.norm_eps, config.norm == "rms_plus_one")
 
 
-class RopeTable:
-    """The cos and sin tables of one kind of rotary positions, (positions, rotated / 2) in fp32.
-
-    On the CPU rows are computed when `reach` asks for them, at addresses that stay, so a long context limit costs
-    nothing until it is used; on CUDA all at once. There is one for every position of the cache's last page.
-    Where q grows with its position, q_cos and q_sin are its own tables.
-    """
-
-    def __init__(self, rope: RopeConfig, config: DecoderConfig, positions: int, device: torch.device) -> None:
-        self._rope, self._made, self._width = rope, 0, rope.width(config.head_dim)
-        self._growth = config.query_growth
-        shape = (page_count(positions) * PAGE, self._width // 2)
-        self.cos, self.sin = (reserved(shape, torch.float32, device) for _ in range(2))
-        self.q_cos = self.q_sin = None
-        if self._growth[0]:
-            self.q_cos, self.q_sin = (reserved(shape, torch.float32, device) for _ in range(2))
-        if device.type != "cpu":
-            self.reach(shape[0])
-
-    def reach(self, positions: int) -> None:
-        """Make rows for at least that many positions, as far as there is room."""
-        wanted = min(-(-positions // _ROPE_BLOCK) * _ROPE_BLOCK, self.cos.shape[0])
-        while self._made < wanted:
-            rows = slice(self._made, min(self._made + _ROPE_BLOCK, wanted))
-            cos, sin = tables(self._rope, self._width, rows.start, rows.stop)
-            self.cos[rows], self.sin[rows] = cos, sin
-            if self.q_cos is not None and self.q_sin is not None:
-                factor = growth(*self._growth, rows.start, rows.stop)
-                self.q_cos[rows], self.q_sin[rows] = cos * factor, sin * factor
-            self._made = rows.stop
-
-
-class Rope:
-    """The rotary tables that layers share; a family without rotary positions has none."""
-
-    def __init__(self, config: DecoderConfig, positions: int, device: torch.device) -> None:
-        self._config = config
-        self._tables = [(rope, RopeTable(rope, config, positions, device)) for rope in _ropes(config)]
-
-    def of(self, layer: int) -> RopeTable | None:
-        """The table of a layer."""
-        wanted = self._config.rope_of(layer)
-        return next((table for rope, table in self._tables if rope == wanted), None)
-
-    def reach(self, positions: int) -> None:
-        """`RopeTable.reach` of all."""
-        for _, table in self._tables:
-            table.reach(positions)
-
-
-def _ropes(config: DecoderConfig) -> list[RopeConfig]:
-    """The kinds of rotary positions in a model."""
-    found: list[RopeConfig] = []
-    for rope in map(config.rope_of, range(config.layers)):
-        if rope is not None and rope not in found:
-            found.append(rope)
-    return found
-
-
-def rope_bytes(config: DecoderConfig, positions: int) -> int:
-    """Bytes of the tables for that many positions."""
-    each = 4 if config.query_growth[0] else 2
-    return sum(each * positions * (rope.width(config.head_dim) // 2) * 4 for rope in _ropes(config))
-
-
 HeadNorm = Callable[[Value], Value]
 """A norm of q or k, (M, heads * D) -> (M, heads, D), that is not RMSNorm of each head with one gain for all."""
 
@@ -313,8 +244,9 @@ class Attention:
     ) -> "Attention":
         """From one module for q, k and v, whose rows come in another `order`, and one for the output."""
         q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        fused = Linear(weights, [(qkv, q_size + 2 * kv_size)], config.hidden_size, config.qkv_bias, order=order)
-        out = Linear(weights, [(o, config.hidden_size)], q_size, config.o_bias)
+        rows, kept = q_size + 2 * kv_size, {"transposed": config.transposed}
+        fused = Linear(weights, [(qkv, rows)], config.hidden_size, config.qkv_bias, order=order, **kept)
+        out = Linear(weights, [(o, config.hidden_size)], q_size, config.o_bias, **kept)
         return cls(fused, out, config, rope, layer, **options)
 
     def __call__(self, x: Value, step: Step) -> Value:
@@ -381,8 +313,8 @@ class PlainMlp:
     ) -> None:
         self.form = form
         size, hidden = config.intermediate_size, config.hidden_size
-        self.up = Linear(weights, [(up, size)], hidden, config.mlp_bias)
-        self.down = Linear(weights, [(down, hidden)], size, config.mlp_bias)
+        self.up = Linear(weights, [(up, size)], hidden, config.mlp_bias, transposed=config.transposed)
+        self.down = Linear(weights, [(down, hidden)], size, config.mlp_bias, transposed=config.transposed)
 
     def __call__(self, x: Value) -> Value:
         up = self.up(x)

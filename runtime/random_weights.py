@@ -54,6 +54,7 @@ class RandomWeights:
         kind: Kind = "linear",
         pairs: bool = False,
         order: Tensor | None = None,
+        transposed: bool = False,
     ) -> list[PackedLinear]:
         return self._pack([self._weight(rows, columns, self.bits, self.group_size) for _, rows in modules], pairs)
 

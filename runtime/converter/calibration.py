@@ -92,6 +92,7 @@ class _Skeleton(PlanWeights):
         kind: Kind = "linear",
         pairs: bool = False,
         order: Tensor | None = None,
+        transposed: bool = False,
     ) -> list[PackedLinear]:
         shape, names = (sum(rows for _, rows in modules), columns), [name for name, _ in modules]
         return [PackedLinear(shape, 32, -1, 0, self.device, (names, order))]

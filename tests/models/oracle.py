@@ -9,6 +9,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 for path in Path(__file__).parent.glob("reference_*.py"):  # of families that transformers does not know
     import_module(path.stem)
@@ -202,6 +203,15 @@ CONFIGS: dict[str, dict] = {
     ),
     "gptj": dict(n_embd=128, n_head=4, rotary_dim=16, n_inner=172),
     "codegen": dict(n_embd=128, n_head=4, rotary_dim=8, activation_function="gelu"),
+    "gpt2": dict(n_embd=128, n_head=4),
+    "gpt2-scaled": dict(
+        n_embd=96,
+        n_head=3,
+        n_inner=172,
+        scale_attn_by_inverse_layer_idx=True,
+        activation_function="gelu",
+        tie_word_embeddings=False,
+    ),
     "opt": dict(hidden_size=128, ffn_dim=172, num_attention_heads=4, init_std=0.15),
     "opt-after": dict(
         hidden_size=128,
@@ -258,6 +268,7 @@ MIXED_BY_FAMILY = {
     "phi": (r"k_proj=8", r"layers\.0\.mlp\.fc1=16"),
     "starcoder2": (r"k_proj=8", r"layers\.0\.mlp\.c_fc=16"),
     "gptj": (r"k_proj=8", r"h\.0\.mlp\.fc_in=16"),
+    "gpt2": (r"c_attn=8", r"h\.0\.mlp\.c_fc=16"),
     "codegen": (r"qkv_proj=8", r"h\.0\.mlp\.fc_in=16"),
     "opt": (r"k_proj=8", r"layers\.0\.fc1=16"),
     "mpt": (r"Wqkv=8", r"blocks\.0\.ffn\.up_proj=16"),
@@ -301,10 +312,19 @@ def load_reference(source: Path, quantized: Path | None = None) -> PreTrainedMod
         if "lm_head.weight" in state and model.config.tie_word_embeddings:
             model.config.tie_word_embeddings = False
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        packed = {key.removesuffix("_packed") for key in names_in(quantized) if key.endswith(".weight_packed")}
+        for name, module in model.named_modules():
+            if isinstance(module, Conv1D) and f"{name}.weight" in packed:
+                state[f"{name}.weight"] = state[f"{name}.weight"].T
         missing, unexpected = model.load_state_dict(state, strict=False)
         assert not unexpected
         assert set(missing) <= {"lm_head.weight"}
     return model.eval()
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of the tensors of a folder."""
+    return [name for shard in sorted(folder.glob("*.safetensors")) for name in load_file(shard)]
 
 
 def unpacked(folder: Path) -> dict[str, Tensor]:

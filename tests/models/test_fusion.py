@@ -37,6 +37,7 @@ class ShapesOnly:
         kind: str = "linear",
         pairs: bool = False,
         order: Tensor | None = None,
+        transposed: bool = False,
     ) -> list[PackedLinear]:
         if any(self.mixed in name for name, _ in modules):
             return [PackedLinear((rows, columns), 4, -1, 0, CUDA, name) for name, rows in modules]
@@ -55,7 +56,7 @@ class ShapesOnly:
 
 WINDOWED = {"gemma2", "gemma3_text", "olmo3", "cohere2", "ministral"}
 # Families whose heads are always a part of the hidden state.
-PARTS_OF_HIDDEN = {"gpt_neox", "stablelm", "phi", "gptj", "codegen", "opt", "bloom", "mpt", "falcon"}
+PARTS_OF_HIDDEN = {"gpt_neox", "stablelm", "phi", "gptj", "gpt2", "codegen", "opt", "bloom", "mpt", "falcon"}
 _GPT = {
     "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head", "num_key_value_heads": None, "max_position_embeddings": "n_positions",
@@ -65,6 +66,7 @@ _NONE = {"intermediate_size": None, "num_key_value_heads": None}
 OWN_NAMES: dict[str, dict[str, str | None]] = {
     "gpt_neox": {"num_key_value_heads": None},
     "gptj": _GPT,
+    "gpt2": _GPT,
     "codegen": _GPT,
     "opt": {"intermediate_size": "ffn_dim", "num_key_value_heads": None},
     "bloom": {
