@@ -25,9 +25,10 @@ out/demo-int4/config.json: .venv/.installed $(wildcard $(DEMO)/*)
 test: .venv/.installed-test
 	$(BIN)/pytest -n 2 --dist loadfile
 
-# What `make test` takes a sample of: random schedules of the engine
+# What `make test` takes a sample of: random schedules of the engine, families in all formats
 check-long: .venv/.installed-test
 	$(BIN)/pytest -n 2 tests/engine/test_scheduler.py tests/engine/test_exactness.py --schedules 2000
+	$(BIN)/pytest -n 2 --dist loadgroup tests/models --every
 
 lint: .venv/.installed-lint
 	$(BIN)/ruff check

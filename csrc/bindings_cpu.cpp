@@ -147,10 +147,10 @@ void bind_layer_ops(py::module_& m) {
   m.def(
       "layer_norm",
       [](uintptr_t x, uintptr_t residual, uintptr_t weight, uintptr_t bias, uintptr_t out, uintptr_t sum, int64_t rows,
-         int64_t width, int64_t x_stride, int64_t residual_stride, float eps) {
-        Program::run(&Kernels::layer_norm,
-                     {pointer<float>(x), pointer<float>(residual), pointer<float>(weight), pointer<float>(bias),
-                      pointer<float>(out), pointer<float>(sum), rows, width, x_stride, residual_stride, eps});
+         int64_t heads, int64_t width, int64_t x_stride, int64_t residual_stride, float eps, bool per_head) {
+        Program::run(&Kernels::layer_norm, {pointer<float>(x), pointer<float>(residual), pointer<float>(weight),
+                                            pointer<float>(bias), pointer<float>(out), pointer<float>(sum), rows, heads,
+                                            width, x_stride, residual_stride, eps, per_head});
       },
       Unlocked());
   m.def(
@@ -190,10 +190,13 @@ void bind_attention(py::module_& m) {
   m.def(
       "attention",
       [](uintptr_t q, const KvCache& cache, uintptr_t slots, uintptr_t positions, uintptr_t out, int64_t rows,
-         int64_t heads, int64_t q_stride, int64_t window, float scale, float softcap) {
+         int64_t heads, int64_t q_stride, int64_t window, float scale, float softcap, uintptr_t slopes,
+         uintptr_t prefix, uintptr_t starts, uintptr_t mask, int64_t mask_stride, int64_t mask_columns) {
         Program::run(&Kernels::attention,
                      {pointer<float>(q), cache, pointer<int32_t>(slots), pointer<int32_t>(positions),
-                      pointer<float>(out), rows, heads, q_stride, window, scale, softcap});
+                      pointer<float>(out), rows, heads, q_stride, window, scale, softcap, pointer<float>(slopes),
+                      pointer<int32_t>(prefix), pointer<int32_t>(starts), pointer<float>(mask), mask_stride,
+                      mask_columns});
       },
       Unlocked());
 }

@@ -31,10 +31,10 @@ DType type_of(int index) { return static_cast<DType>(index); }
 
 void bind_norm(py::module_& m, const char* name, void (*launcher)(const NormArgs&, DType, const Launch&)) {
   m.def(name, [launcher](Address x, Address residual, Address weight, Address bias, Address y, Address h, Int x_stride,
-                         Int residual_stride, Int rows, int heads, int columns, float eps, bool plus_one, int dtype,
-                         Address stream, bool programmatic) {
+                         Int residual_stride, Int rows, int heads, int columns, float eps, bool plus_one, bool per_head,
+                         int dtype, Address stream, bool programmatic) {
     launcher({at(x), at(residual), at<float>(weight), at<float>(bias), at(y), at(h), x_stride, residual_stride, rows,
-              heads, columns, eps, plus_one},
+              heads, columns, eps, plus_one, per_head},
              type_of(dtype), {at(stream), programmatic});
   });
 }

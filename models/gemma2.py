@@ -2,7 +2,6 @@
 window on every other layer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from nibblelm.config import (
@@ -15,7 +14,7 @@ from nibblelm.config import (
     window_layers,
 )
 from nibblelm.graph import Value
-from nibblelm.layers import Attention, Embedding, Head, Mlp, RMSNorm, Rope, Step, Weights
+from nibblelm.layers import Attention, Decoder, Mlp, Rope, Step, Weights, norm
 
 _GELU = Key(str, "gelu_pytorch_tanh", only=("gelu_pytorch_tanh",), optional=True)
 KEYS = {
@@ -36,65 +35,51 @@ KEYS = {
 }
 
 
-@dataclass(frozen=True)
-class Gemma2Config(DecoderConfig):
-    """`logit_softcap` 0: none."""
-
-    logit_softcap: float = 0.0
-
-
-def read_config(raw: Mapping[str, Any], strict: bool = False) -> Gemma2Config:
-    """config.json of a Gemma 2 -> Gemma2Config."""
+def read_config(raw: Mapping[str, Any], strict: bool = False) -> DecoderConfig:
+    """config.json of a Gemma 2 -> DecoderConfig."""
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # where the key is absent; null is none
     values = read_keys({**caps, **raw}, KEYS, strict)
     alternating = ["full_attention" if i % 2 else "sliding_attention" for i in range(values["num_hidden_layers"])]
     layer_types = values["layer_types"] or alternating
+    windows = window_layers({**values, "use_sliding_window": True, "layer_types": layer_types})
+    return gemma_config(raw, values, windows=windows)
+
+
+def gemma_config(raw: Mapping[str, Any], values: Mapping[str, Any], **features: Any) -> DecoderConfig:
+    """What Gemma 2 and Gemma 3 have in common."""
     bias = values["attention_bias"]
     return decoder_config(
         raw,
         values,
-        Gemma2Config,
-        windows=window_layers({**values, "use_sliding_window": True, "layer_types": layer_types}),
+        norm="rms_plus_one",
+        embedding_multiplier=values["hidden_size"] ** 0.5,
         attention_scale=values["query_pre_attn_scalar"] ** -0.5,
         attention_softcap=values["attn_logit_softcapping"] or 0.0,
         logit_softcap=values["final_logit_softcapping"] or 0.0,
         qkv_bias=bias,
         o_bias=bias,
+        **features,
     )
 
 
 class Layer:
     """One decoder layer on the residual stream, (M, hidden)."""
 
-    def __init__(self, weights: Weights, config: Gemma2Config, rope: Rope, index: int) -> None:
+    def __init__(self, weights: Weights, config: DecoderConfig, rope: Rope, index: int) -> None:
         name = f"model.layers.{index}"
         self.norm1, self.norm2, self.norm3, self.norm4 = (
-            RMSNorm(weights, f"{name}.{norm}_layernorm", config.hidden_size, config.norm_eps, plus_one=True)
-            for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+            norm(weights, f"{name}.{place}_layernorm", config)
+            for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")
         )
         self.attention = Attention.of_projections(weights, f"{name}.self_attn", config, rope, index)
-        self.mlp = Mlp(weights, f"{name}.mlp", config, gelu=True)
+        self.mlp = Mlp(weights, f"{name}.mlp", config, "tanh")
 
     def __call__(self, x: Value, step: Step) -> Value:
         x = x + self.norm2(self.attention(self.norm1(x), step))
         return x + self.norm4(self.mlp(self.norm3(x)))
 
 
-class Model:
+class Model(Decoder):
     """Token ids to hidden states to logits."""
 
-    def __init__(self, weights: Weights, config: Gemma2Config, positions: int) -> None:
-        self.config = config
-        self.embedding = Embedding(weights, "model.embed_tokens", config, config.hidden_size**0.5)
-        self.rope = Rope(config, positions, weights.device)
-        self.layers = [Layer(weights, config, self.rope, i) for i in range(config.layers)]
-        self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps, plus_one=True)
-        self.head = Head(weights, config)
-
-    def forward(self, step: Step) -> Value:
-        """Logits (R, vocab) in fp32 of a step's wanted tokens; the step's keys and values enter its cache."""
-        x = self.embedding(step.ids)
-        for layer in self.layers:
-            x = layer(x, step)
-        logits = self.head(self.norm(x.rows(step.wanted)))
-        return logits.softcap(self.config.logit_softcap) if self.config.logit_softcap else logits
+    layer = Layer

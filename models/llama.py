@@ -5,7 +5,7 @@ from typing import Any
 
 from nibblelm.config import DECODER_KEYS, DecoderConfig, Key, decoder_config, read_keys
 from nibblelm.graph import Value
-from nibblelm.layers import Attention, Embedding, Head, Mlp, RMSNorm, Rope, Step, Weights
+from nibblelm.layers import Attention, Decoder, Mlp, Rope, Step, Weights, norm
 
 KEYS = {
     **DECODER_KEYS,
@@ -26,8 +26,8 @@ class Layer:
 
     def __init__(self, weights: Weights, config: DecoderConfig, rope: Rope, index: int) -> None:
         name = f"model.layers.{index}"
-        self.norm1 = RMSNorm(weights, f"{name}.input_layernorm", config.hidden_size, config.norm_eps)
-        self.norm2 = RMSNorm(weights, f"{name}.post_attention_layernorm", config.hidden_size, config.norm_eps)
+        self.norm1 = norm(weights, f"{name}.input_layernorm", config)
+        self.norm2 = norm(weights, f"{name}.post_attention_layernorm", config)
         self.attention = Attention.of_projections(weights, f"{name}.self_attn", config, rope, index)
         self.mlp = Mlp(weights, f"{name}.mlp", config)
 
@@ -36,20 +36,7 @@ class Layer:
         return x + self.mlp(self.norm2(x))
 
 
-class Model:
+class Model(Decoder):
     """Token ids to hidden states to logits."""
 
-    def __init__(self, weights: Weights, config: DecoderConfig, positions: int) -> None:
-        self.config = config
-        self.embedding = Embedding(weights, "model.embed_tokens", config)
-        self.rope = Rope(config, positions, weights.device)
-        self.layers = [Layer(weights, config, self.rope, i) for i in range(config.layers)]
-        self.norm = RMSNorm(weights, "model.norm", config.hidden_size, config.norm_eps)
-        self.head = Head(weights, config)
-
-    def forward(self, step: Step) -> Value:
-        """Logits (R, vocab) in fp32 of a step's wanted tokens; the step's keys and values enter its cache."""
-        x = self.embedding(step.ids)
-        for layer in self.layers:
-            x = layer(x, step)
-        return self.head(self.norm(x.rows(step.wanted)))
+    layer = Layer

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from nibblelm.checkpoint.json_object import listed
 from nibblelm.errors import ConfigError
@@ -86,6 +86,17 @@ def read_keys(raw: Mapping[str, Any], keys: Mapping[str, Key], strict: bool = Fa
     return values
 
 
+Norm = Literal["rms", "rms_plus_one", "layer", "layer_without_bias"]
+"""The norms of a decoder: RMSNorm with a gain, or with 1 + gain; LayerNorm."""
+
+# The forms of GELU that config.json names.
+GELU_FORMS: dict[str, Literal["tanh", "erf"]] = {
+    "gelu": "erf",
+    "gelu_new": "tanh",
+    "gelu_fast": "tanh",
+    "gelu_pytorch_tanh": "tanh",
+}
+
 # The keys shared by decoders with rotary attention, RMSNorm and SwiGLU.
 DECODER_KEYS: dict[str, Key] = {
     "vocab_size": POSITIVE,
@@ -135,6 +146,10 @@ class RopeConfig:
     parameters: Mapping[str, float | bool | None]
     partial: float = 1.0
 
+    def width(self, head_dim: int) -> int:
+        """Elements of a head that are rotated: cut to whole ones, but not below r of a share that was r / head_dim."""
+        return int(head_dim * self.partial + 1e-6)
+
 
 _ROPE_NUMBERS: dict[str, dict[str, Key]] = {
     "default": {},
@@ -180,7 +195,8 @@ def read_rope(
     section.pop("rope_theta", None)
     if theta is None:
         theta = Key(float, default_theta, optional=True).read("rope_theta", raw)
-    partial = Key(float, default_partial or 1.0, optional=True).read("partial_rotary_factor", section)
+    stated = section if default_partial is None or "partial_rotary_factor" in section else raw
+    partial = Key(float, default_partial or 1.0, optional=True).read("partial_rotary_factor", stated)
     if default_partial is None and partial != 1.0:
         raise ConfigError("config.json: partial_rotary_factor other than 1.0 is not supported for this model_type")
     if not 0 < partial <= 1:
@@ -197,9 +213,24 @@ def read_rope(
     return RopeConfig(kind, theta, {name: key.read(name, section) for name, key in keys.items()}, partial)
 
 
+def read_layer_ropes(raw: Mapping[str, Any], theta: float, window_theta: float) -> tuple[RopeConfig, RopeConfig]:
+    """The rotary parameters of layers that see everything, and of those with a window, which older files do not scale.
+
+    theta, window_theta  their bases where nothing is said
+    """
+    section = raw.get("rope_parameters")
+    if not isinstance(section, dict) or not {"full_attention", "sliding_attention"} & set(section):
+        return read_rope(raw, theta), RopeConfig("default", window_theta, {})
+
+    def of(kind: str, default: float) -> RopeConfig:
+        return read_rope({**raw, "rope_parameters": section.get(kind) or {}, "rope_theta": None}, default)
+
+    return of("full_attention", theta), of("sliding_attention", window_theta)
+
+
 @dataclass(frozen=True)
 class DecoderConfig:
-    """What the layers of a decoder with rotary positions need to know. Sizes are in elements."""
+    """What the layers of a decoder need to know. Sizes are in elements."""
 
     model_type: str
     vocab_size: int
@@ -211,23 +242,48 @@ class DecoderConfig:
     head_dim: int
     max_positions: int
     norm_eps: float
-    rope: RopeConfig
+    rope: RopeConfig | None  # None: no layer is rotated
     tied: bool
-    windows: tuple[int, ...]
+    windows: tuple[int, ...]  # of each layer; 0: none
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    norm: Norm = "rms"
     attention_scale: float | None = None  # of q . k; None: head_dim^-0.5
     attention_softcap: float = 0.0  # 0: none
+    alibi: tuple[float, ...] = ()  # slope of each head; empty: none
+    interleaved: bool = False  # pairs that rotate together are neighbours, not half a head apart
+    window_rope: RopeConfig | None = None  # of the layers with a window, where it is not `rope`
+    unrotated: tuple[int, ...] = ()  # layers without rotary positions
+    query_growth: tuple[float, float] = (0.0, 1.0)  # (b, n): q is times 1 + b log(1 + floor(position / n))
+    transposed: bool = False  # the checkpoint has the layers' matrices as (K, N)
+    embedding_multiplier: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float = 0.0  # 0: none
 
-    @property
-    def rotary_dim(self) -> int:
-        """Elements of a head that are rotated."""
-        return int(self.head_dim * self.rope.partial)
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """How a layer's q and k are rotated."""
+        if layer in self.unrotated:
+            return None
+        return self.window_rope if self.windows[layer] and self.window_rope is not None else self.rope
 
 
 Config = TypeVar("Config", bound=DecoderConfig)
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """The slope of each head (Press et al. 2022): a geometric series from 2^(-8/n) down, n heads, a power of two; else
+    that of the next smaller one, then every other of the next larger one's."""
+    below = 1 << (heads.bit_length() - 1)
+    first = [2.0 ** (-8.0 * (i + 1) / below) for i in range(below)]
+    between = [2.0 ** (-4.0 * (2 * i + 1) / below) for i in range(heads - below)]
+    return tuple(first + between)
+
+
+def renamed(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """`values` with those of a family's own key names also under the names of `DECODER_KEYS`: {own: common}."""
+    return {**values, **{common: values[own] for own, common in names.items()}}
 
 
 def decoder_config(
@@ -257,7 +313,8 @@ def decoder_config(
         raise ConfigError(f"config.json: head_dim {head_dim} is not supported; it must be even and at most 256")
     if "rope" not in features:
         features["rope"] = read_rope(raw)
-    if (rotary := int(head_dim * features["rope"].partial)) % 2 or not rotary:
+    rope: RopeConfig | None = features["rope"]
+    if rope is not None and ((rotary := rope.width(head_dim)) % 2 or not rotary):
         raise ConfigError(f"config.json: {rotary} rotated elements of heads of {head_dim}; they must be even and not 0")
     return kind(
         model_type=str(raw["model_type"]),
@@ -269,7 +326,7 @@ def decoder_config(
         kv_heads=kv_heads,
         head_dim=head_dim,
         max_positions=values["max_position_embeddings"],
-        norm_eps=values["rms_norm_eps"],
+        norm_eps=values["rms_norm_eps" if features.get("norm", "rms").startswith("rms") else "layer_norm_eps"],
         tied=values["tie_word_embeddings"],
         **{"windows": (0,) * layers, **features},
     )

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 from nibblelm import _cpu, ops
-from nibblelm.checkpoint import Checkpoint, open_checkpoint
+from nibblelm.checkpoint import Checkpoint
 from nibblelm.config import DecoderConfig, token_ids
 from nibblelm.engine_core import Engine, Handle
 from nibblelm.errors import DeviceError, NibbleLMError, RequestError
 from nibblelm.kv_cache import bytes_per_token
-from nibblelm.layers import rope_bytes
 from nibblelm.memory import free_memory, require_memory
-from nibblelm.models import family, tensor_plan
+from nibblelm.models import family, open_model, tensor_plan
 from nibblelm.ops.types import ActivationBits
 from nibblelm.pages import PAGE, page_count
 from nibblelm.prompts import Prompt, prompt_ids, prompt_list
 from nibblelm.request import GenerationOutput, LogitsRequest, Request, StreamPiece, Timings
+from nibblelm.rope import rope_bytes
 from nibblelm.runner import Runner, workspace_bytes
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Scheduler
@@ -93,7 +93,7 @@ class LLM:
         self.dtype, self.kv_dtype, self.activations = numeric_types(dtype, self.device, activations)
         if threads is not None:
             use_threads(threads)
-        checkpoint = open_checkpoint(model, revision)
+        checkpoint = open_model(model, revision)
         self.folder = checkpoint.folder
         self.config: DecoderConfig = family(checkpoint.config).read_config(checkpoint.config, strict)
         self.max_context = self._context(max_context)

@@ -1,7 +1,8 @@
 """The layers of a decoder: from checkpoint names to ops. No layer knows bits; that is a property of its weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -9,29 +10,29 @@ from torch import Tensor
 from nibblelm.config import DecoderConfig
 from nibblelm.graph import Value
 from nibblelm.kv_cache import KVCache
-from nibblelm.memory import reserved
-from nibblelm.ops.types import PAGE, ActivationBits
-from nibblelm.pages import page_count
-from nibblelm.rope_scaling import tables
+from nibblelm.ops.types import ActivationBits
+from nibblelm.rope import Rope
 from nibblelm.weights import PlanWeights, TensorSpec, Weights
-
-_ROPE_BLOCK = 1024
-"""Positions whose rows are made together."""
 
 __all__ = [
     "Attention",
+    "Decoder",
     "Embedding",
     "Head",
+    "HeadLayerNorm",
     "LayerNorm",
     "Linear",
     "Mlp",
+    "PlainMlp",
     "PlanWeights",
+    "ProjectionNorm",
     "RMSNorm",
     "Rope",
     "Step",
     "TensorSpec",
     "Weights",
-    "rope_bytes",
+    "heads_apart",
+    "norm",
 ]
 
 
@@ -54,7 +55,8 @@ class Step:
 class Linear:
     """One projection, or several of one input side by side: (M, K) -> (M, N).
 
-    order  the rows of the checkpoint in the order of the columns that come out
+    order       the rows of the checkpoint in the order of the columns that come out
+    transposed  the checkpoint has (K, N)
     """
 
     def __init__(
@@ -65,12 +67,14 @@ class Linear:
         bias: bool = False,
         pairs: bool = False,
         order: Tensor | None = None,
+        transposed: bool = False,
     ) -> None:
-        self.packed = weights.matrices(modules, columns, pairs=pairs, order=order)
+        self.packed = weights.matrices(modules, columns, pairs=pairs, order=order, transposed=transposed)
         self.bias = torch.cat([weights.vector(f"{name}.bias", rows) for name, rows in modules]) if bias else None
         if self.bias is not None and order is not None and len(self.bias):
             self.bias = self.bias[order.to(self.bias.device)]
         self.activation_bits: ActivationBits = weights.activation_bits
+        self.device = weights.device
 
     @property
     def pairs(self) -> bool:
@@ -82,7 +86,7 @@ class Linear:
 
 
 class Head:
-    """The output projection: (M, hidden) -> logits (M, vocab) in fp32."""
+    """The output projection, perhaps scaled and soft-capped: (M, hidden) -> logits (M, vocab) in fp32."""
 
     def __init__(
         self,
@@ -90,21 +94,27 @@ class Head:
         config: DecoderConfig,
         module: str = "lm_head",
         table: str = "model.embed_tokens",
+        bias: bool = False,
+        columns: int | None = None,
     ) -> None:
-        self.packed = weights.head(module, table, config.vocab_size, config.hidden_size, config.tied)
+        size = config.hidden_size if columns is None else columns
+        self.packed = weights.head(module, table, config.vocab_size, size, config.tied)
+        self.bias = weights.vector(f"{module}.bias", config.vocab_size) if bias else None
         self.activation_bits: ActivationBits = weights.activation_bits
+        self.scale, self.softcap = config.logit_scale, config.logit_softcap
 
     def __call__(self, x: Value) -> Value:
-        return x.linear(self.packed, None, self.activation_bits, torch.float32)
+        logits = x.linear(self.packed, self.bias, self.activation_bits, torch.float32).scale(self.scale)
+        return logits.softcap(self.softcap) if self.softcap else logits
 
 
 class Embedding:
-    """Token ids (M,) -> (M, hidden), times `multiplier`."""
+    """Token ids (M,) -> (M, hidden), times the family's multiplier."""
 
-    def __init__(self, weights: Weights, module: str, config: DecoderConfig, multiplier: float = 1.0) -> None:
-        self.multiplier = multiplier
-        self.table = weights.table(module, config.vocab_size, config.hidden_size, config.tied)
-        self.dtype = weights.dtype
+    def __init__(self, weights: Weights, module: str, config: DecoderConfig, columns: int | None = None) -> None:
+        self.multiplier, self.dtype = config.embedding_multiplier, weights.dtype
+        size = config.hidden_size if columns is None else columns
+        self.table = weights.table(module, config.vocab_size, size, config.tied)
 
     def __call__(self, ids: Value) -> Value:
         return ids.embedding(self.table, self.dtype, self.multiplier)
@@ -121,47 +131,56 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """LayerNorm of each row, with a bias."""
+    """LayerNorm of each row."""
 
-    def __init__(self, weights: Weights, module: str, size: int, eps: float) -> None:
-        self.weight, self.bias = (weights.vector(f"{module}.{part}", size) for part in ("weight", "bias"))
+    def __init__(self, weights: Weights, module: str, size: int, eps: float, bias: bool = True) -> None:
+        self.weight = weights.vector(f"{module}.weight", size)
+        self.bias = weights.vector(f"{module}.bias", size) if bias else None
         self.eps = eps
 
     def __call__(self, x: Value) -> Value:
         return x.layer_norm(self.weight, self.bias, self.eps)
 
 
-class Rope:
-    """The cos and sin tables that every layer shares, (positions, rotary_dim / 2) in fp32.
+class HeadLayerNorm:
+    """LayerNorm of each head, (M, heads * D) -> (M, heads, D); gain (D,) of all or (heads, D) of each."""
 
-    On the CPU rows are computed when `reach` asks for them, at addresses that stay, so a long context limit costs
-    nothing until it is used; on CUDA all at once. There is one for every position of the cache's last page.
-    """
+    def __init__(self, gain: Tensor, config: DecoderConfig, bias: Tensor | None = None) -> None:
+        self.gain, self.bias, self.head_dim, self.eps = gain, bias, config.head_dim, config.norm_eps
 
-    def __init__(self, config: DecoderConfig, positions: int, device: torch.device) -> None:
-        self._config, self._made = config, 0
-        shape = (page_count(positions) * PAGE, config.rotary_dim // 2)
-        self.cos, self.sin = (reserved(shape, torch.float32, device) for _ in range(2))
-        if device.type != "cpu":
-            self.reach(shape[0])
-
-    def reach(self, positions: int) -> None:
-        """Make rows for at least that many positions, as far as there is room."""
-        wanted = min(-(-positions // _ROPE_BLOCK) * _ROPE_BLOCK, self.cos.shape[0])
-        while self._made < wanted:
-            rows = slice(self._made, min(self._made + _ROPE_BLOCK, wanted))
-            cos, sin = tables(self._config.rope, self._config.rotary_dim, rows.start, rows.stop)
-            self.cos[rows], self.sin[rows] = cos, sin
-            self._made = rows.stop
+    def __call__(self, x: Value) -> Value:
+        return x.heads(self.head_dim).layer_norm(self.gain, self.bias, self.eps)
 
 
-def rope_bytes(config: DecoderConfig, positions: int) -> int:
-    """Bytes of the tables for that many positions."""
-    return 2 * positions * (config.rotary_dim // 2) * 4
+class ProjectionNorm:
+    """RMSNorm over all heads of q or k together, (M, heads * D) -> (M, heads, D)."""
+
+    def __init__(self, weights: Weights, module: str, heads: int, config: DecoderConfig) -> None:
+        self.norm, self.head_dim = RMSNorm(weights, module, heads * config.head_dim, config.norm_eps), config.head_dim
+
+    def __call__(self, x: Value) -> Value:
+        return self.norm(x).heads(self.head_dim)
+
+
+def norm(weights: Weights, module: str, config: DecoderConfig) -> RMSNorm | LayerNorm:
+    """The norm that a family has throughout, over the hidden state."""
+    if config.norm in ("layer", "layer_without_bias"):
+        return LayerNorm(weights, module, config.hidden_size, config.norm_eps, config.norm == "layer")
+    return RMSNorm(weights, module, config.hidden_size, config.norm_eps, config.norm == "rms_plus_one")
+
+
+HeadNorm = Callable[[Value], Value]
+"""A norm of q or k, (M, heads * D) -> (M, heads, D), that is not RMSNorm of each head with one gain for all."""
 
 
 class Attention:
-    """Grouped-query attention with rotary positions and, where the family has it, a norm on each head of q and k."""
+    """Grouped-query attention with the positions, windows and caps that a family has.
+
+    qkv          the projection to q, k and v, in this order
+    norms        gains (head_dim,) of an RMSNorm of each head of q and k
+    head_norms   other norms of q and of k
+    scale        of q . k, where it differs from layer to layer
+    """
 
     def __init__(
         self,
@@ -170,44 +189,170 @@ class Attention:
         config: DecoderConfig,
         rope: Rope,
         layer: int,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
+        norms: Sequence[Tensor] = (),
+        head_norms: tuple[HeadNorm, HeadNorm] | None = None,
+        scale: float | None = None,
     ) -> None:
-        self.qkv, self.o, self.rope, self.layer, self.head_dim = qkv, o, rope, layer, config.head_dim
-        self.norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": config.norm_eps}
-        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
-        self.options: dict[str, float] = {"scale": scale, "window": config.windows[layer]}
+        self.qkv, self.o, self.layer, self.head_norms = qkv, o, layer, head_norms
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.rotation: dict[str, Any] = {}
+        if (table := rope.of(layer)) is not None:
+            self.rotation = {"cos": table.cos, "sin": table.sin}
+            if config.interleaved:
+                self.rotation["interleaved"] = True
+            if table.q_cos is not None:
+                self.rotation |= {"q_cos": table.q_cos, "q_sin": table.q_sin}
+        self.norms: dict[str, Any] = {}
+        if norms:
+            self.norms = {"q_norm": norms[0], "k_norm": norms[1], "eps": config.norm_eps}
+            if config.norm == "rms_plus_one":
+                self.norms["plus_one"] = True
+        scale = config.attention_scale if scale is None else scale
+        self.options: dict[str, Any] = {"scale": config.head_dim**-0.5 if scale is None else scale}
+        self.options["window"] = config.windows[layer]
         if config.attention_softcap:
             self.options["softcap"] = config.attention_softcap
+        if config.alibi:
+            self.options["alibi_slopes"] = torch.tensor(config.alibi).to(qkv.device)
 
     @classmethod
-    def of_projections(cls, weights: Weights, name: str, config: DecoderConfig, rope: Rope, layer: int) -> "Attention":
+    def of_projections(
+        cls,
+        weights: Weights,
+        name: str,
+        config: DecoderConfig,
+        rope: Rope,
+        layer: int,
+        o: str = "o_proj",
+        **options: Any,
+    ) -> "Attention":
         """From the modules q_proj, k_proj, v_proj, o_proj and, with qk_norm, q_norm and k_norm."""
         q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
         parts = [(f"{name}.q_proj", q_size), (f"{name}.k_proj", kv_size), (f"{name}.v_proj", kv_size)]
         qkv = Linear(weights, parts, config.hidden_size, config.qkv_bias)
-        o = Linear(weights, [(f"{name}.o_proj", config.hidden_size)], q_size, config.o_bias)
-        norms = [weights.vector(f"{name}.{p}_norm.weight", config.head_dim) for p in "qk"] if config.qk_norm else []
-        return cls(qkv, o, config, rope, layer, *norms)
+        out = Linear(weights, [(f"{name}.{o}", config.hidden_size)], q_size, config.o_bias)
+        if config.qk_norm:
+            options["norms"] = [weights.vector(f"{name}.{p}_norm.weight", config.head_dim) for p in "qk"]
+        return cls(qkv, out, config, rope, layer, **options)
+
+    @classmethod
+    def of_fused(
+        cls,
+        weights: Weights,
+        qkv: str,
+        o: str,
+        config: DecoderConfig,
+        rope: Rope,
+        layer: int,
+        order: Tensor | None = None,
+        **options: Any,
+    ) -> "Attention":
+        """From one module for q, k and v, whose rows come in another `order`, and one for the output."""
+        q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        rows, kept = q_size + 2 * kv_size, {"transposed": config.transposed}
+        fused = Linear(weights, [(qkv, rows)], config.hidden_size, config.qkv_bias, order=order, **kept)
+        out = Linear(weights, [(o, config.hidden_size)], q_size, config.o_bias, **kept)
+        return cls(fused, out, config, rope, layer, **options)
 
     def __call__(self, x: Value, step: Step) -> Value:
         cache = step.cache
         caches = {"k_cache": cache.keys[self.layer], "v_cache": cache.values[self.layer], "tables": cache.tables}
-        qkv = self.qkv(x).heads(self.head_dim)
-        q = qkv.rope_append(step.positions, step.slots, cos=self.rope.cos, sin=self.rope.sin, **caches, **self.norms)
+        qkv = self.qkv(x)
+        if self.head_norms is None and self.rotation and "q_cos" not in self.rotation:
+            q = qkv.heads(self.head_dim).rope_append(
+                step.positions, step.slots, **caches, **self.rotation, **self.norms
+            )
+        else:
+            q, k, v = self._parts(qkv)
+            q = q.append(k, v, step.positions, step.slots, **caches, **self.rotation)
         return self.o(q.attention(step.positions, step.slots, step.tiles, **caches, **self.options))
+
+    def _parts(self, qkv: Value) -> tuple[Value, Value, Value]:
+        """q, k and v, (M, heads, D) each, normed where there is a norm that `rope_append` has not."""
+        size, each = self.head_dim, self.kv_heads * self.head_dim
+        first = self.heads * size
+        q, k, v = qkv.columns(0, first), qkv.columns(first, first + each), qkv.columns(first + each, first + 2 * each)
+        if self.head_norms is None:
+            return q.heads(size), k.heads(size), v.heads(size)
+        return self.head_norms[0](q), self.head_norms[1](k), v.heads(size)
+
+
+def heads_apart(config: DecoderConfig) -> Tensor:
+    """The order of rows that makes [all q, all k, all v] of a fused projection that has, kv head after kv head, its
+    query heads, its key and its value."""
+    group, size = config.heads // config.kv_heads, config.head_dim
+    rows = torch.arange((config.heads + 2 * config.kv_heads) * size).view(config.kv_heads, group + 2, size)
+    return torch.cat([rows[:, :group].flatten(), rows[:, group].flatten(), rows[:, group + 1].flatten()])
 
 
 class Mlp:
-    """The gated feed-forward down(silu(gate(x)) * up(x)), or with tanh-GELU in place of silu."""
+    """The gated feed-forward down(act(gate(x)) * up(x)), gate and up in modules of their own or in one (`fused`)."""
 
-    def __init__(self, weights: Weights, name: str, config: DecoderConfig, gelu: bool = False) -> None:
-        self.gelu = gelu
-        size, hidden = config.intermediate_size, config.hidden_size
-        parts = [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)]
-        self.gate_up = Linear(weights, parts, hidden, config.mlp_bias, pairs=not (gelu or config.mlp_bias))
-        self.down = Linear(weights, [(f"{name}.down_proj", hidden)], size, config.mlp_bias)
+    def __init__(
+        self,
+        weights: Weights,
+        name: str,
+        config: DecoderConfig,
+        form: Literal["silu", "tanh", "erf"] = "silu",
+        fused: str | None = None,
+    ) -> None:
+        self.form = form
+        size, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
+        parts = [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)] if fused is None else [(fused, 2 * size)]
+        self.gate_up = Linear(weights, parts, hidden, bias, pairs=form == "silu" and not bias)
+        self.down = Linear(weights, [(f"{name}.down_proj", hidden)], size, bias)
 
     def __call__(self, x: Value) -> Value:
         gate_up = self.gate_up(x)
-        return self.down(gate_up.geglu("tanh") if self.gelu else gate_up.swiglu(self.gate_up.pairs))
+        if self.form == "silu":
+            return self.down(gate_up.swiglu(self.gate_up.pairs))
+        return self.down(gate_up.geglu(self.form))
+
+
+class PlainMlp:
+    """The feed-forward down(act(up(x)))."""
+
+    def __init__(
+        self, weights: Weights, up: str, down: str, config: DecoderConfig, form: Literal["tanh", "erf", "relu"]
+    ) -> None:
+        self.form = form
+        size, hidden = config.intermediate_size, config.hidden_size
+        self.up = Linear(weights, [(up, size)], hidden, config.mlp_bias, transposed=config.transposed)
+        self.down = Linear(weights, [(down, hidden)], size, config.mlp_bias, transposed=config.transposed)
+
+    def __call__(self, x: Value) -> Value:
+        up = self.up(x)
+        return self.down(up.relu() if self.form == "relu" else up.gelu(self.form))
+
+
+class DecoderLayer(Protocol):
+    """One layer on the residual stream, (M, hidden)."""
+
+    def __call__(self, x: Value, step: Step) -> Value: ...
+
+
+class Decoder:
+    """Token ids to hidden states to logits: the frame that families share. Each names its layer and its modules."""
+
+    layer: Callable[[Weights, Any, Rope, int], DecoderLayer]
+    table, final_norm, lm_head, head_bias = "model.embed_tokens", "model.norm", "lm_head", False
+
+    def __init__(self, weights: Weights, config: DecoderConfig, positions: int) -> None:
+        self.config = config
+        self.embedding = Embedding(weights, self.table, config)
+        self.rope = Rope(config, positions, weights.device)
+        layer = type(self).layer
+        self.layers = [layer(weights, config, self.rope, i) for i in range(config.layers)]
+        self.norm = norm(weights, self.final_norm, config)
+        self.head = Head(weights, config, self.lm_head, self.table, self.head_bias)
+
+    def embed(self, step: Step) -> Value:
+        """What the first layer reads."""
+        return self.embedding(step.ids)
+
+    def forward(self, step: Step) -> Value:
+        """Logits (R, vocab) in fp32 of a step's wanted tokens; the step's keys and values enter its cache."""
+        x = self.embed(step)
+        for layer in self.layers:
+            x = layer(x, step)
+        return self.head(self.norm(x.rows(step.wanted)))

@@ -54,13 +54,14 @@ class RandomWeights:
         kind: Kind = "linear",
         pairs: bool = False,
         order: Tensor | None = None,
+        transposed: bool = False,
     ) -> list[PackedLinear]:
         return self._pack([self._weight(rows, columns, self.bits, self.group_size) for _, rows in modules], pairs)
 
-    def vector(self, name: str, size: int) -> Tensor:
-        if "norm" in name:
-            return torch.ones(size, device=self.device)
-        return torch.randn(size, generator=self._generator, device=self.device) * 0.1
+    def vector(self, name: str, *shape: int) -> Tensor:
+        if "norm" in name or ".ln_" in name:
+            return torch.ones(shape, device=self.device)
+        return torch.randn(shape, generator=self._generator, device=self.device) * 0.1
 
     def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
         return (self._gaussian(rows, columns) * columns**0.5).to(self.device)

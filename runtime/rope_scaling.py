@@ -69,6 +69,11 @@ def _temperature(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+def growth(beta: float, period: float, first: int, last: int) -> Tensor:
+    """(last - first, 1): what q is multiplied by at each position, 1 + beta log(1 + floor(position / period))."""
+    return 1 + beta * torch.log(1 + torch.floor(torch.arange(first, last)[:, None] / period))
+
+
 def tables(rope: RopeConfig, width: int, first: int, last: int) -> tuple[Tensor, Tensor]:
     """cos and sin (last - first, width / 2) of the positions from `first` to before `last`, fp32."""
     frequencies, factor = inverse_frequencies(rope, width)

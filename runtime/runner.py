@@ -14,10 +14,11 @@ from nibblelm.config import DecoderConfig
 from nibblelm.errors import RequestError
 from nibblelm.graph import Graph, Value, fused, record
 from nibblelm.kv_cache import KVCache, bytes_per_token
-from nibblelm.layers import Rope, Step
+from nibblelm.layers import Step
 from nibblelm.memory import require_memory
 from nibblelm.ops import PAGE, SamplingState, prompt_tiles
 from nibblelm.pages import page_count
+from nibblelm.rope import Rope
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
 """Most tokens of one prefill step; where a prompt is cut changes no bit."""

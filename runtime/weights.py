@@ -18,7 +18,15 @@ from nibblelm.quant.affine import pack_zero_point
 
 Kind = Literal["linear", "head", "embedding", "vector"]
 PACKED = frozenset({"weight_packed", "weight_scale", "weight_zero_point", "weight_shape"})
-_BUFFERS = ("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias")  # of older files: computed here
+# Of older files: computed here.
+_BUFFERS = (
+    "rotary_emb.inv_freq",
+    ".attention.bias",
+    ".attention.masked_bias",
+    ".attn.masked_bias",
+    ".attn.causal_mask",
+)
+_CAUSAL = ".attn.bias"  # a mask, of four dimensions
 _RELEASED = 64 << 10  # bytes: the pages of a smaller tensor are not worth the call that gives them back
 
 
@@ -29,6 +37,12 @@ class TensorSpec:
     name: str
     kind: Kind
     shape: tuple[int, ...]
+    transposed: bool = False  # of a matrix (N, K) that an unquantized checkpoint has as (K, N)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape in an unquantized checkpoint."""
+        return self.shape[::-1] if self.transposed else self.shape
 
     @property
     def module(self) -> str:
@@ -50,16 +64,18 @@ class Weights(Protocol):
         kind: Kind = "linear",
         pairs: bool = False,
         order: Tensor | None = None,
+        transposed: bool = False,
     ) -> list[PackedLinear]:
         """The (rows, columns) matrices of `modules` (name, rows), neighbours of one scheme stacked into one.
 
         pairs  they are the gate and the up of one MLP (`ops.pack_linear`)
         order  (rows,) int64, of one module: row i of the result is row order[i] of the checkpoint's matrix
+        transposed  an unquantized checkpoint has them as (columns, rows)
         """
         ...
 
-    def vector(self, name: str, size: int) -> Tensor:
-        """A norm gain or a bias, (size,) in fp32."""
+    def vector(self, name: str, *shape: int) -> Tensor:
+        """A norm gain, a bias or a table of positions, in fp32; never quantized."""
         ...
 
     def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
@@ -89,13 +105,14 @@ class PlanWeights:
         kind: Kind = "linear",
         pairs: bool = False,
         order: Tensor | None = None,
+        transposed: bool = False,
     ) -> list[PackedLinear]:
-        self.specs += [TensorSpec(f"{name}.weight", kind, (rows, columns)) for name, rows in modules]
+        self.specs += [TensorSpec(f"{name}.weight", kind, (rows, columns), transposed) for name, rows in modules]
         self.groups.append([name for name, _ in modules])
         return []
 
-    def vector(self, name: str, size: int) -> Tensor:
-        self.specs.append(TensorSpec(name, "vector", (size,)))
+    def vector(self, name: str, *shape: int) -> Tensor:
+        self.specs.append(TensorSpec(name, "vector", shape))
         return torch.empty(0)
 
     def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
@@ -124,16 +141,18 @@ class CheckpointWeights:
         )
         self.streamed_bytes = 0
 
-    def _weight(self, module: str, shape: tuple[int, int]) -> Weight:
+    def _weight(self, module: str, shape: tuple[int, int], transposed: bool = False) -> Weight:
         weight = self.checkpoint.weight(module)
+        if transposed and isinstance(weight, Tensor):
+            weight = weight.T.contiguous()
         if tuple(weight.shape) != shape:
             raise CheckpointError(f"{module}.weight has shape {list(weight.shape)}; config.json says {list(shape)}")
         return weight
 
     def _pack(
-        self, modules: Sequence[tuple[str, int]], columns: int, pairs: bool, order: Tensor | None
+        self, modules: Sequence[tuple[str, int]], columns: int, pairs: bool, order: Tensor | None, transposed: bool
     ) -> list[PackedLinear]:
-        weights = [self._weight(name, (rows, columns)) for name, rows in modules]
+        weights = [self._weight(name, (rows, columns), transposed) for name, rows in modules]
         if order is not None:
             (weight,) = weights
             weights = [reordered(weight, order)]
@@ -154,16 +173,17 @@ class CheckpointWeights:
         kind: Kind = "linear",
         pairs: bool = False,
         order: Tensor | None = None,
+        transposed: bool = False,
     ) -> list[PackedLinear]:
-        packed = self._pack(modules, columns, pairs, order)
+        packed = self._pack(modules, columns, pairs, order, transposed)
         for name, _ in modules:
             self._release(name)
         return packed
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, *shape: int) -> Tensor:
         value = self.checkpoint.tensor(name)
-        if tuple(value.shape) != (size,):
-            raise CheckpointError(f"{name} has shape {list(value.shape)}; config.json says [{size}]")
+        if tuple(value.shape) != shape:
+            raise CheckpointError(f"{name} has shape {list(value.shape)}; config.json says {list(shape)}")
         return ops.to_device(value, self.device).to(torch.float32, copy=True)
 
     def _holds(self, module: str) -> bool:
@@ -199,6 +219,10 @@ def _to_device(weight: Weight, device: torch.device) -> Weight:
     return QuantizedWeight(codes, scale, zero, weight.bits, weight.group_size, weight.shape)
 
 
+def _is_mask(checkpoint: Checkpoint, name: str) -> bool:
+    return name.endswith(_CAUSAL) and len(checkpoint.info(name).shape) == 4
+
+
 def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec], tied: bool) -> None:
     """Raise CheckpointError that lists every missing and unexpected tensor by name, before any weight is read.
 
@@ -217,7 +241,7 @@ def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec], tied: boo
             names = alternatives
         expected |= names | alternatives
         missing += sorted(names - present)
-    unexpected = sorted(n for n in present - expected if not n.endswith(_BUFFERS))
+    unexpected = sorted(n for n in present - expected if not n.endswith(_BUFFERS) and not _is_mask(checkpoint, n))
     problems = [
         f"{word}: {listed(names, 20)}" for word, names in (("missing", missing), ("unexpected", unexpected)) if names
     ]

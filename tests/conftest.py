@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--data", default=str(ROOT.parent / "shared" / "data"), help="folder of real checkpoints and text")
+    parser.addoption("--every", action="store_true", help="every family in every format, not a sample of each")
     parser.addoption("--schedules", type=int, default=50, help="random schedules that the engine is tested with")
 
 

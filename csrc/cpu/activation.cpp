@@ -34,8 +34,12 @@ NIBBLE_INLINE F32 activation(F32 x, float cap) {
     return x * sigmoid(set1(1.5957691216057308f) * fma(set1(0.044715f) * x * x, x, x));
   } else if constexpr (kForm == Activation::gelu_erf) {
     return x * normal_cdf(x);
-  } else {
+  } else if constexpr (kForm == Activation::softcap) {
     return set1(cap) * tanh(x / set1(cap));
+  } else if constexpr (kForm == Activation::relu) {
+    return max(set1(0.0f), x);  // in this order NaN stays
+  } else {
+    return x * set1(cap);
   }
 }
 
@@ -69,6 +73,10 @@ void activate(const ActivationArgs& a) {
       return run<Activation::gelu_erf>(a);
     case Activation::softcap:
       return run<Activation::softcap>(a);
+    case Activation::relu:
+      return run<Activation::relu>(a);
+    case Activation::scale:
+      return run<Activation::scale>(a);
   }
 }
 

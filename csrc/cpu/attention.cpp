@@ -25,6 +25,9 @@ struct Row {
   float* out;          // (padded width): weighted sum of values, not yet divided by `sum`
   float* merged;       // the same over finished splits
   int64_t first, end;  // positions it may see
+  const float* mask;   // added at each position, or null
+  int64_t position;    // from which `slope` counts
+  float slope;         // of ALiBi; 0: none
   float top, sum, merged_top, merged_sum;
   bool any;  // finished splits exist
 };
@@ -154,9 +157,10 @@ __attribute__((noinline)) void score_rows(Row* const* rows, const float* keys, i
   }
 }
 
-// scores -> weights e^(score - maximum) of positions [from, to) of the block; updates maximum and sum and rescales
-// what was summed before. There is at least one position, and every position outside gets weight 0.
-NIBBLE_INLINE void weigh(Row& row, float* scores, int64_t from, int64_t to, Scaling scaling, int64_t padded) {
+// scores -> weights e^(score - maximum) of positions [from, to) of the block that starts at `start`; updates maximum and
+// sum and rescales what was summed before. Every position outside, or masked with -infinity, gets weight 0.
+NIBBLE_INLINE void weigh(Row& row, float* scores, int64_t start, int64_t from, int64_t to, Scaling scaling,
+                         int64_t padded) {
   constexpr int kVectors = kBlock / kLanes;
   F32 s[kVectors];
   F32 top = set1(row.top);
@@ -164,6 +168,17 @@ NIBBLE_INLINE void weigh(Row& row, float* scores, int64_t from, int64_t to, Scal
     float lanes[kLanes];
     s[c] = load(scores + c * kLanes) * set1(scaling.scale);
     if (scaling.softcap > 0.0f) s[c] = set1(scaling.softcap) * tanh(s[c] / set1(scaling.softcap));
+    if (row.slope != 0.0f) {
+      for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(start + c * kLanes + i - row.position);
+      s[c] = fma(set1(row.slope), load(lanes), s[c]);
+    }
+    if (row.mask != nullptr) {
+      for (int i = 0; i < kLanes; ++i) {
+        const int64_t p = c * kLanes + i;
+        lanes[i] = p >= from && p < to ? row.mask[start + p] : 0.0f;
+      }
+      s[c] = s[c] + load(lanes);
+    }
     if (from > c * kLanes || to < (c + 1) * kLanes) {
       store(lanes, s[c]);
       for (int i = 0; i < kLanes; ++i) {
@@ -174,6 +189,10 @@ NIBBLE_INLINE void weigh(Row& row, float* scores, int64_t from, int64_t to, Scal
     top = max(s[c], top);
   }
   const float highest = max_lanes(top);
+  if (highest == -kInfinity) {  // all masked: no maximum to subtract
+    for (int c = 0; c < kVectors; ++c) store(scores + c * kLanes, set1(0.0f));
+    return;
+  }
   if (highest != row.top) {
     // From -infinity (the first block) the factor is 0 and there is nothing to rescale: out is still zero.
     const F32 factor = exp_nonpositive(set1(row.top - highest));
@@ -233,7 +252,7 @@ void attend_block(Row* const* rows, const Scratch& scratch, const float* values,
     to[r] = min(rows[r]->end - start, kBlock);
     common_from = max(common_from, from[r]);
     common_to = min(common_to, to[r]);
-    weigh(*rows[r], scratch.scores + r * kBlock, from[r], to[r], scaling, padded);
+    weigh(*rows[r], scratch.scores + r * kBlock, start, from[r], to[r], scaling, padded);
   }
   // Positions that not all rows see are added row by row: what lies beyond may be anything, NaN included.
   common_to = max(common_from, common_to);
@@ -281,6 +300,10 @@ NIBBLE_INLINE void merge_split(Row& row, int64_t padded) {
 }
 
 NIBBLE_INLINE void finish(const Row& row, int64_t width, float* out) {
+  if (!row.any) {
+    std::memset(out, 0, sizeof(float) * static_cast<size_t>(width));
+    return;
+  }
   const F32 inverse = set1(1.0f / row.merged_sum);
   for (int64_t d = 0; d < width; d += kLanes) {
     const int n = static_cast<int>(min(kLanes, width - d));
@@ -325,13 +348,30 @@ void attend(const AttentionArgs& a, int64_t token, int64_t kv_head, int64_t from
   }
 }
 
+struct Seen {
+  int64_t first, end;  // positions; none: both 0
+};
+
+Seen seen_by(const AttentionArgs& a, int64_t token) {
+  const int64_t after = a.positions[token] + 1;
+  int64_t first = a.window > 0 ? max(after - a.window, int64_t{0}) : 0, end = after;
+  if (a.prefix != nullptr) end = max(end, int64_t{a.prefix[token]});
+  if (a.mask != nullptr) end = min(end, a.mask_columns);
+  if (a.starts != nullptr) first = max(first, int64_t{a.starts[a.slots[token]]});
+  return first < end ? Seen{first, end} : Seen{0, 0};
+}
+
 Row make_row(const AttentionArgs& a, int64_t token, int64_t head, float* memory, int64_t padded) {
   Row row{};
   row.q = a.q + token * a.q_stride + head * a.cache.width;
   row.out = memory;
   row.merged = memory + padded;
-  row.end = a.positions[token] + 1;
-  row.first = a.window > 0 ? max(row.end - a.window, int64_t{0}) : 0;
+  const Seen seen = seen_by(a, token);
+  row.first = seen.first;
+  row.end = seen.end;
+  row.position = a.positions[token];
+  row.slope = a.slopes == nullptr ? 0.0f : a.slopes[head];
+  row.mask = a.mask == nullptr ? nullptr : a.mask + token * a.mask_stride;
   return row;
 }
 
@@ -401,7 +441,7 @@ void run(const AttentionArgs& a, const Plan& plan) {
   float* merged = saved_memory + rows_total * padded;
   parallel_for(a.m * a.heads, 16, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      Row total{};
+      Row total{};  // of which only the triples count
       total.merged = merged + row * padded;
       for (int64_t split = 0; split < plan.splits; ++split) {
         const Row& part = saved[row * plan.splits + split];
@@ -421,9 +461,10 @@ void run(const AttentionArgs& a, const Plan& plan) {
 void attention(const AttentionArgs& args) {
   int64_t last = 0;
   for (int64_t m = 0; m < args.m; ++m) {
-    const int64_t position = args.positions[m], unseen = args.window > 0 ? position + 1 - args.window : 0;
-    require_rows(args.cache, args.slots[m], min(max(unseen, 0), position), position);
-    last = max(last, position);
+    require_rows(args.cache, args.slots[m], args.positions[m], args.positions[m]);
+    const Seen seen = seen_by(args, m);
+    if (seen.end > 0) require_rows(args.cache, args.slots[m], seen.first, seen.end - 1);
+    last = max(last, seen.end - 1);
   }
   const Plan plan = plan_for(args, last);
   args.cache.bf16 ? run<uint16_t>(args, plan) : run<float>(args, plan);

@@ -38,14 +38,15 @@ struct RmsNormArgs {
 };
 
 struct LayerNormArgs {
-  const float* x;         // (m, width), x_stride
+  const float* x;         // (m, heads, width), stride of m: x_stride
   const float* residual;  // the same, residual_stride, or null
-  const float* weight;    // (width)
+  const float* weight;    // (width), or per_head (heads, width)
   const float* bias;      // (width) or null
-  float* out;             // (m, width), contiguous
+  float* out;             // (m, heads, width), contiguous
   float* sum;             // the same: x + residual; null without residual
-  int64_t m, width, x_stride, residual_stride;
+  int64_t m, heads, width, x_stride, residual_stride;
   float eps;
+  bool per_head;
 };
 
 struct AddArgs {
@@ -82,10 +83,15 @@ struct AttentionArgs {
   const int32_t *slots, *positions;
   float* out;  // (m, heads * width), contiguous
   int64_t m, heads, q_stride, window;
-  float scale, softcap;  // softcap 0: none
+  float scale, softcap;   // softcap 0: none
+  const float* slopes;    // (heads) of ALiBi, or null
+  const int32_t* prefix;  // (m): positions before it are seen too; or null
+  const int32_t* starts;  // (slots): the first valid position; or null
+  const float* mask;      // (m, mask_columns), added to the scores, rows mask_stride apart; or null
+  int64_t mask_stride, mask_columns;
 };
 
-enum class Activation : int { silu = 0, gelu_tanh = 1, gelu_erf = 2, softcap = 3 };
+enum class Activation : int { silu = 0, gelu_tanh = 1, gelu_erf = 2, softcap = 3, relu = 4, scale = 5 };
 
 struct ActivationArgs {
   const float* x;  // (m, width), or gated (m, 2 width): activation(gate) * up; stride
@@ -93,7 +99,7 @@ struct ActivationArgs {
   int64_t m, width, stride;
   Activation form;
   bool gated;
-  float cap;  // softcap: cap * tanh(x / cap)
+  float cap;  // softcap: cap * tanh(x / cap); scale: cap * x
 };
 
 struct EmbeddingArgs {

@@ -1,4 +1,4 @@
-// silu, gelu (tanh and erf), their gated forms (Hendrycks & Gimpel 2016; Shazeer 2020) and softcap, in fp32.
+// silu, gelu (tanh and erf), their gated forms (Hendrycks & Gimpel 2016; Shazeer 2020) softcap, relu and scale, in fp32.
 #include <algorithm>
 
 #include "activations.h"
@@ -20,8 +20,12 @@ __device__ __forceinline__ float activation(float x, float cap) {
   } else if constexpr (kForm == Activation::gelu_erf) {
     constexpr float kRootHalf{0.7071067811865476f};
     return 0.5f * x * (1.0f + erff(x * kRootHalf));
-  } else {
+  } else if constexpr (kForm == Activation::softcap) {
     return cap * tanhf(x / cap);
+  } else if constexpr (kForm == Activation::relu) {
+    return x < 0.0f ? 0.0f : x;  // NaN stays
+  } else {
+    return cap * x;
   }
 }
 
@@ -60,8 +64,12 @@ auto* kernel(Activation form, bool gated) {
       return kernel<T, V, Activation::gelu_tanh>(gated);
     case Activation::gelu_erf:
       return kernel<T, V, Activation::gelu_erf>(gated);
-    default:
+    case Activation::softcap:
       return kernel<T, V, Activation::softcap>(gated);
+    case Activation::relu:
+      return kernel<T, V, Activation::relu>(gated);
+    default:
+      return kernel<T, V, Activation::scale>(gated);
   }
 }
 

@@ -38,6 +38,7 @@ template <class T>
 struct NormRow {
   const T* x;
   const T* residual;
+  const float* weight;
   T* y;
   T* h;
 
@@ -45,6 +46,7 @@ struct NormRow {
     const int64_t head = row % a.heads * a.columns, m = row / a.heads;
     x = static_cast<const T*>(a.x) + m * a.x_stride + head;
     residual = a.residual == nullptr ? nullptr : static_cast<const T*>(a.residual) + m * a.residual_stride + head;
+    weight = a.weight + (a.per_head ? head : 0);
     y = static_cast<T*>(a.y) + row * a.columns;
     h = static_cast<T*>(a.h) + row * a.columns;
   }
@@ -56,7 +58,7 @@ struct NormRow {
   __device__ __forceinline__ void finish(const NormArgs& a, const float (&v)[V], int c, float mean,
                                          float factor) const {
     float w[V], b[V] = {}, out[V];
-    load_constant(a.weight + c, w);
+    load_constant(weight + c, w);
     if (a.bias != nullptr) load_constant(a.bias + c, b);
 #pragma unroll
     for (int i = 0; i < V; ++i) out[i] = (v[i] - mean) * factor * (a.plus_one ? 1.0f + w[i] : w[i]) + b[i];
@@ -188,8 +190,8 @@ void launch_norm(const NormArgs& a, DType dtype, const char* op, const Launch& l
   with_activation(dtype, op, [&]<class T>() {
     const int64_t row_bytes = a.columns * sizeof(T);
     const bool wide = aligned16(a.x, a.x_stride * sizeof(T)) && aligned16(a.residual, a.residual_stride * sizeof(T)) &&
-                      aligned16(a.y, row_bytes) && aligned16(a.h, row_bytes) && aligned16(a.weight, 0) &&
-                      aligned16(a.bias, 0);
+                      aligned16(a.y, row_bytes) && aligned16(a.h, row_bytes) &&
+                      aligned16(a.weight, a.per_head ? a.columns * sizeof(float) : 0) && aligned16(a.bias, 0);
     return wide ? launch_norm<T, kWide<T>, kCentre>(a, launch, what) : launch_norm<T, 1, kCentre>(a, launch, what);
   });
 }

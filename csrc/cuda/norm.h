@@ -11,7 +11,7 @@ namespace nibblelm::cuda {
 struct NormArgs {
   const void* x;
   const void* residual;  // or null; then h is not written
-  const float* weight;   // (columns,)
+  const float* weight;   // (columns,), or per_head (heads, columns)
   const float* bias;     // (columns,) or null
   void* y;               // (rows, columns), contiguous
   void* h;               // x + residual, (rows, columns), contiguous
@@ -22,6 +22,7 @@ struct NormArgs {
   int columns;
   float eps;
   bool plus_one;  // multiply by 1 + weight
+  bool per_head;
 };
 
 void rms_norm(const NormArgs& args, DType dtype, const Launch& launch);

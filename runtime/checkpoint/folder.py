@@ -1,5 +1,7 @@
 """A checkpoint folder: config.json first, then its weight files, then tensors by name."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -69,14 +71,41 @@ class Checkpoint:
         self.quantization = None if quantization is None else Quantization(quantization)
         if self.file(SINGLE) is None and self.file(INDEX) is None:
             raise CheckpointError(_no_weights(self.folder))
+        self._named: Callable[[str], str | None] = lambda name: name
+
+    def rename(self, named: Callable[[str], str | None]) -> None:
+        """Know each tensor by `named` of its name in the file from now on; those of None are left out."""
+        self._named = named
 
     def file(self, name: str) -> Path | None:
         """The path of a file of this folder by the rules of `file_in`."""
         return file_in(self.folder, name)
 
     @cached_property
-    def _home(self) -> dict[str, SafetensorsFile]:
-        """Which file holds each tensor; opens every weight file and validates its header."""
+    def _home(self) -> dict[str, tuple[SafetensorsFile, str]]:
+        """Which file holds each tensor, and under what name."""
+        home: dict[str, tuple[SafetensorsFile, str]] = {}
+        for stored, file in self._files.items():
+            if (name := self._named(stored)) is None:
+                continue
+            if name in home:
+                raise CheckpointError(f"{self.folder}: {shown(stored)} and {shown(home[name][1])} are both {name!r}")
+            home[name] = file, stored
+        return home
+
+    @property
+    def skipped(self) -> list[str]:
+        """The tensors in the files that belong to no part of the model that is read."""
+        return [stored for stored in self._files if self._named(stored) is None]
+
+    def all_infos(self) -> list[TensorInfo]:
+        """Of every tensor in the files, also of those left out, which keep their names."""
+        infos = [(file.info(stored), self._named(stored)) for stored, file in self._files.items()]
+        return [info if name is None else replace(info, name=name) for info, name in infos]
+
+    @cached_property
+    def _files(self) -> dict[str, SafetensorsFile]:
+        """Which file holds each tensor by its name there; opens every weight file and validates its header."""
         single = self.file(SINGLE)  # as transformers does, the single file comes before an index
         if single is not None:
             file = SafetensorsFile(single)
@@ -113,26 +142,30 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._home
 
-    def _file_of(self, name: str) -> SafetensorsFile:
+    def _file_of(self, name: str) -> tuple[SafetensorsFile, str]:
         if name not in self._home:
             raise CheckpointError(f"{self.folder} has no tensor {shown(name)}")
         return self._home[name]
 
     def info(self, name: str) -> TensorInfo:
         """Dtype, shape, bytes and file of a tensor, without reading it."""
-        return self._file_of(name).info(name)
+        file, stored = self._file_of(name)
+        return replace(file.info(stored), name=name)
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as stored, without copying."""
-        return self._file_of(name).tensor(name)
+        file, stored = self._file_of(name)
+        return file.tensor(stored)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of a tensor, without copying."""
-        return self._file_of(name).rows(name, start, stop)
+        file, stored = self._file_of(name)
+        return file.rows(stored, start, stop)
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor's pages that were read; may be called between blocks of `rows`."""
-        self._file_of(name).release(name)
+        file, stored = self._file_of(name)
+        file.release(stored)
 
     @property
     def modules_quantized(self) -> list[str]:

@@ -89,10 +89,9 @@ def _loads(args: argparse.Namespace, limit: int) -> "list[Load]":
 
 
 def _context_limit(args: argparse.Namespace) -> int:
-    from nibblelm.checkpoint import open_checkpoint
-    from nibblelm.models import family
+    from nibblelm.models import family, open_model
 
-    raw = _shape(args.shape) if args.shape else open_checkpoint(args.model).config
+    raw = _shape(args.shape) if args.shape else open_model(args.model).config
     return family(raw).read_config(raw).max_positions
 
 

@@ -78,14 +78,13 @@ def describe(source: str, strict: bool = False) -> dict[str, Any]:
 
     import torch
 
-    from nibblelm.checkpoint import open_checkpoint
     from nibblelm.checkpoint.json_object import read_object
     from nibblelm.errors import CheckpointError
     from nibblelm.kv_cache import bytes_per_token
-    from nibblelm.models import family
+    from nibblelm.models import family, open_model
     from nibblelm.weights import PlanWeights, check_tensors
 
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_model(source)
     module = family(checkpoint.config)
     config = module.read_config(checkpoint.config, strict)
     plan = PlanWeights()

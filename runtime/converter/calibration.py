@@ -23,7 +23,7 @@ from nibblelm.tokenizer import Tokenizer, load_tokenizer
 from nibblelm.weights import Kind
 
 LENGTH = 512
-_LAYER = re.compile(r".*\blayers\.(\d+)\.")
+_LAYER = re.compile(r".*\b(?:layers|blocks|h)\.(\d+)\.")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s|\n")
 SEPARATOR = "<|endoftext|>"
 _DEFAULT = "calibration.txt"
@@ -113,6 +113,7 @@ class _Skeleton(PlanWeights):
         kind: Kind = "linear",
         pairs: bool = False,
         order: Tensor | None = None,
+        transposed: bool = False,
     ) -> list[PackedLinear]:
         shape, names = (sum(rows for _, rows in modules), columns), [name for name, _ in modules]
         return [PackedLinear(shape, 32, -1, 0, self.device, (names, order))]
@@ -120,7 +121,7 @@ class _Skeleton(PlanWeights):
     def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
         return self.matrices([(module, rows)], columns, "head")
 
-    def vector(self, name: str, size: int) -> Tensor:
+    def vector(self, name: str, *shape: int) -> Tensor:
         return self._read(name).float().to(self.device)
 
     def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:

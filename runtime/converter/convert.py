@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from nibblelm import __version__
-from nibblelm.checkpoint import Checkpoint, open_checkpoint
+from nibblelm.checkpoint import Checkpoint
 from nibblelm.checkpoint.journal import Journal
 from nibblelm.checkpoint.work_folder import WorkFolder
 from nibblelm.checkpoint.writer import FolderWriter, OutputFile, plan_files, typed_write_errors, write_json
@@ -24,7 +24,7 @@ from nibblelm.converter.report import ConvertReport, build_record, build_report
 from nibblelm.converter.source import SourceHashes, blocks, check_finite
 from nibblelm.converter.target import search
 from nibblelm.errors import ConvertError
-from nibblelm.models import family, tensor_plan
+from nibblelm.models import family, open_model, tensor_plan, unopened
 from nibblelm.ops.types import QuantizedWeight
 from nibblelm.quant.affine import pack_zero_point
 from nibblelm.quant.rows import QuantizedRows, quantize_rows
@@ -104,7 +104,7 @@ def convert(
     rules = (keep,) if isinstance(keep, str) else tuple(keep)
     options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, dtype, rotate, samples, seed)
     arguments = (calibration, device, parse_size(max_shard_size), strict, threads or _cores())
-    checkpoint = open_checkpoint(src)
+    checkpoint = open_model(src)
     if max_size is not None and target_kl is None:
         raise ConvertError("max_size limits what target_kl promotes; give a target_kl too")
     if target_kl is None:
@@ -144,6 +144,8 @@ def _convert(
     notes = fallbacks(units, options)
     if options.embeddings is not None:
         warnings.warn("transformers cannot open a folder with a quantized embedding table", stacklevel=2)
+    if any(unit.scheme is not None for unit in units) and (why := unopened(checkpoint.config)):
+        warnings.warn(f"transformers cannot open the folder: {why}", stacklevel=2)
     source = Prepared(checkpoint, units, options, calibration, device)
     fingerprint = _fingerprint(checkpoint, options, files) | source.fingerprint
     work = WorkFolder(dst, checkpoint.folder, resume, overwrite, sum(file.nbytes for file in files))

@@ -47,7 +47,7 @@ class Unit:
     def outputs(self) -> list[OutputTensor]:
         """The tensors written for this unit."""
         if self.scheme is None:
-            return [OutputTensor(self.spec.name, self.dtype, self.spec.shape)]
+            return [OutputTensor(self.spec.name, self.dtype, self.spec.stored_shape)]
         rows, cols = self.spec.shape
         per_word = 32 // self.scheme.bits
         parts = [
@@ -104,8 +104,8 @@ def _unit(
 ) -> Unit:
     source = spec.name if spec.name in checkpoint else partner.get(spec.name, spec.name)
     info = checkpoint.info(source)
-    if info.shape != spec.shape:
-        raise ConvertError(f"{source} has shape {list(info.shape)}; config.json says {list(spec.shape)}")
+    if info.shape != spec.stored_shape:
+        raise ConvertError(f"{source} has shape {list(info.shape)}; config.json says {list(spec.stored_shape)}")
     if spec.kind != "vector" and info.dtype not in FLOATS:
         raise ConvertError(f"{source} is {info.dtype}; fp32, bf16 and fp16 weights can be converted")
     scheme = _scheme(spec, options, rules)

@@ -67,13 +67,14 @@ class Prepared:
         dtype = self._options.stored_dtype(self._units[name].source_dtype, matrix=False)
         tensor = whole(self._checkpoint, source, digest, dtype)
         self.read.append((source, digest.hexdigest()))
-        return tensor
+        return tensor.T.contiguous() if self._units[name].spec.transposed else tensor
 
     def maker(self, stored: Callable[[Unit], QuantizedWeight]) -> Callable[[Unit], Made]:
         """unit -> what to write; `stored` gives the weight that an earlier run wrote for a unit."""
 
         def plain(unit: Unit) -> Made:
-            return self._read(unit.spec.name).float() if self._options.rotate else None
+            turned = unit.spec.transposed and unit.scheme is not None
+            return self._read(unit.spec.name).float() if self._options.rotate or turned else None
 
         if self.record is None:
             return plain

@@ -87,7 +87,7 @@ class SourceHashes:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._infos: dict[Path, list[TensorInfo]] = {}
-        for info in sorted(map(checkpoint.info, checkpoint.names()), key=lambda info: (info.file.name, info.offset)):
+        for info in sorted(checkpoint.all_infos(), key=lambda info: (info.file.name, info.offset)):
             self._infos.setdefault(info.file, []).append(info)
         self._stop = Event()
         self._tensors: dict[str, str] = {}

@@ -98,8 +98,9 @@ class _OpenWeights(CheckpointWeights):
         kind: Kind = "linear",
         pairs: bool = False,
         order: Tensor | None = None,
+        transposed: bool = False,
     ) -> list[PackedLinear]:
-        packed = super().matrices(modules, columns, kind, pairs, order)
+        packed = super().matrices(modules, columns, kind, pairs, order, transposed)
         self._places[tuple(name for name, _ in modules)] = packed, pairs, order
         return packed
 

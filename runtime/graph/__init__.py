@@ -74,6 +74,13 @@ class Value:
     def geglu(self, form: ops.Gelu) -> "Value":
         return self._op("geglu", {"gate_up": self}, {"form": form}, self.width // 2)
 
+    def relu(self) -> "Value":
+        return self._op("relu", {"x": self}, {})
+
+    def scale(self, factor: float) -> "Value":
+        """Times a number; times 1 is the value itself."""
+        return self if factor == 1.0 else self._op("scale", {"x": self}, {"factor": factor})
+
     def softcap(self, cap: float) -> "Value":
         return self._op("softcap", {"x": self}, {"cap": cap})
 
@@ -84,6 +91,10 @@ class Value:
         """The same numbers as (M, heads, head_dim)."""
         return self._op("heads", {"x": self}, {"head_dim": head_dim})
 
+    def columns(self, first: int, last: int) -> "Value":
+        """The numbers from `first` to before `last` of each token, or of (M, heads, D) those heads."""
+        return self._op("columns", {"x": self}, {"first": first, "last": last}, last - first)
+
     def rows(self, wanted: "Value | None") -> "Value":
         """Those of some tokens, whose numbers `wanted` holds; None: all."""
         return self if wanted is None else self._op("rows", {"x": self, "wanted": wanted}, {})
@@ -93,6 +104,13 @@ class Value:
         cache: Tensor = options["k_cache"]
         width = self.width - 2 * cache.shape[1] * cache.shape[3]
         return self._op("rope_append", {"qkv": self, "positions": positions, "slots": slots}, options, width)
+
+    def append(self, k: "Value", v: "Value", positions: "Value", slots: "Value", **options: Any) -> "Value":
+        """q (M, H, D) rotated, k and v (M, Hkv, D) in the cache: what `rope_append` does, of separate values.
+
+        cos, sin  left out: nothing is rotated; q_cos, q_sin, if given, are for q
+        """
+        return self._op("append", {"q": self, "k": k, "v": v, "positions": positions, "slots": slots}, options)
 
     def attention(self, positions: "Value", slots: "Value", tiles: "Value | None" = None, **options: Any) -> "Value":
         """(M, H, D) -> (M, H D); options as in `ops.attention`, the caches among them."""
@@ -169,8 +187,32 @@ def _linears(
     return out
 
 
+def _append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    tables: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    q_cos: Tensor | None = None,
+    q_sin: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    if cos is not None and sin is not None:
+        ops.rope(q, positions, cos if q_cos is None else q_cos, sin if q_sin is None else q_sin, interleaved)
+        ops.rope(k, positions, cos, sin, interleaved)
+    ops.kv_append(k, v, k_cache, v_cache, slots, positions, tables)
+    return q
+
+
 _VIEWS: dict[str, Callable[..., Tensor]] = {
-    "heads": lambda x, head_dim: x.view(x.shape[0], -1, head_dim),
+    "append": _append,
+    "heads": lambda x, head_dim: x.unflatten(1, (-1, head_dim)),
+    "columns": lambda x, first, last: x[:, first:last],
     "rows": lambda x, wanted: x.index_select(0, wanted),
     "linears": _linears,
 }

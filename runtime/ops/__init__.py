@@ -154,7 +154,8 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """LayerNorm over the last dimension, with fused residual add (Ba et al. 2016).
 
-    x (M, H), weight (H,) fp32, bias (H,) fp32 or None, residual like x or None;
+    x (M, H) or (M, heads, D), weight (H,) or (D,) fp32, or (heads, D) where each head has its own; bias (H,) or (D,)
+    fp32 or None, residual like x or None
     returns (norm(h) * weight + bias, h) with h = x + residual (h is x itself without residual)
     """
     return backend(x.device).layer_norm(x, weight, bias, eps, residual)
@@ -237,7 +238,7 @@ def attention(
     alibi_slopes (H,) fp32 times (p - positions[m]) and mask[m, p], an fp32 (M, columns) additive mask; positions
     beyond its columns are not attended. prefix_lengths (M,) int32: row m also sees p < prefix_lengths[m] (a
     bidirectional prompt). starts (S,) int32: the first valid position of each slot (left padding). A row that
-    may attend to nothing gives zeros. On the CPU all options but softcap go through the reference.
+    may attend to nothing gives zeros.
 
     tiles  (T, 2) int32, the first row and the number of rows of each tile: the rows are prompts, and those of a tile
            belong to one slot, so that a device may take its tiled prefill kernel. A tile has at most PROMPT_TILE rows,
@@ -245,10 +246,6 @@ def attention(
     """
     options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
     inputs = (q, k_cache, v_cache, slots, positions, tables, scale, window)
-    if q.device.type == "cpu":
-        if all(option is None for option in options[1:]):
-            return backend(q.device).attention(*inputs, softcap)
-        return backend(q.device).attention_with_options(*inputs, *options)
     return backend(q.device).attention(*inputs, *options, tiles)
 
 
@@ -303,6 +300,16 @@ def silu(x: Tensor) -> Tensor:
 def softcap(x: Tensor, cap: float) -> Tensor:
     """cap * tanh(x / cap) of every element of (M, N), cap > 0 (Bello et al. 2016)."""
     return backend(x.device).softcap(x, cap)
+
+
+def relu(x: Tensor) -> Tensor:
+    """max(x, 0) of every element of (M, N)."""
+    return backend(x.device).relu(x)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x * factor of every element of (M, N)."""
+    return backend(x.device).scale(x, factor)
 
 
 def embedding(ids: Tensor, table: Weight, dtype: torch.dtype = torch.float32, multiplier: float = 1.0) -> Tensor:

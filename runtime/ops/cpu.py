@@ -11,7 +11,7 @@ from nibblelm.ops.cpu_program import Program, capture, keep, through_reference  
 from nibblelm.ops.types import PAGE, PackedLinear, QuantizedWeight, Weight
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_ACTIVATIONS = ("silu", "tanh", "erf", "softcap")  # in the order of csrc/cpu/kernels.h
+_ACTIVATIONS = ("silu", "tanh", "erf", "softcap", "relu", "scale")  # in the order of csrc/cpu/kernels.h
 
 
 def keep_freed_memory() -> None:
@@ -165,16 +165,20 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
 def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    x_stride, (m, width) = _rows("x", x, 2), x.shape
-    out, total = torch.empty(m, width), x
+    if x.ndim not in (2, 3):
+        raise ValueError(f"x must be (M, H) or (M, heads, D), got {_describe(x)}")
+    shape = tuple(x.shape)
+    x_stride, width, heads = _rows("x", x, x.ndim), shape[-1], shape[1] if x.ndim == 3 else 1
+    out, total = torch.empty(shape), x
     residual_at, residual_stride, sum_at = 0, 0, 0
     if residual is not None:
-        residual_stride, total = _rows("residual", residual, 2, (m, width)), torch.empty(m, width)
+        residual_stride, total = _rows("residual", residual, x.ndim, shape), torch.empty(shape)
         residual_at, sum_at = residual.data_ptr(), total.data_ptr()
-    weight_at = _flat("weight", weight, (width,), torch.float32)
+    per_head = weight.ndim == 2
+    weight_at = _flat("weight", weight, (heads, width) if per_head else (width,), torch.float32)
     bias_at = 0 if bias is None else _flat("bias", bias, (width,), torch.float32)
     at = (x.data_ptr(), residual_at, weight_at, bias_at, out.data_ptr(), sum_at)
-    _cpu.layer_norm(*at, m, width, x_stride, residual_stride, eps)
+    _cpu.layer_norm(*at, shape[0], heads, width, x_stride, residual_stride, eps, per_head)
     keep(x, residual, weight, bias, out, total)
     return out, total
 
@@ -218,6 +222,14 @@ def silu(x: Tensor) -> Tensor:
 
 def softcap(x: Tensor, cap: float) -> Tensor:
     return _activate(x, "softcap", False, cap)
+
+
+def relu(x: Tensor) -> Tensor:
+    return _activate(x, "relu", False)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    return _activate(x, "scale", False, factor)
 
 
 # ---------------------------------------------------------------------------------------------- attention
@@ -285,15 +297,27 @@ def attention(
     scale: float,
     window: int,
     softcap: float,
+    alibi_slopes: Tensor | None,
+    prefix_lengths: Tensor | None,
+    starts: Tensor | None,
+    mask: Tensor | None,
+    tiles: Tensor | None,
 ) -> Tensor:
+    del tiles  # one kernel for all
     cache, kv_heads, width = _cache(k_cache, v_cache, tables)
     stride, (m, heads, _) = _rows("q", q, 3, (None, None, width)), q.shape
     if heads % kv_heads or window < 0:
         raise ValueError(f"{heads} query heads on {kv_heads} kv heads with window {window} is not possible")
     out = torch.empty(m, heads * width)
     where = _indices("slots", slots, m), _indices("positions", positions, m)
-    _cpu.attention(q.data_ptr(), cache, *where, out.data_ptr(), m, heads, stride, window, scale, softcap)
-    keep(q, k_cache, v_cache, slots, positions, tables, out)
+    options = (
+        0 if alibi_slopes is None else _flat("alibi_slopes", alibi_slopes, (heads,), torch.float32),
+        0 if prefix_lengths is None else _indices("prefix_lengths", prefix_lengths, m),
+        0 if starts is None else _indices("starts", starts, tables.shape[0]),
+        *((0, 0, 0) if mask is None else (mask.data_ptr(), _rows("mask", mask, 2, (m, None)), mask.shape[1])),
+    )
+    _cpu.attention(q.data_ptr(), cache, *where, out.data_ptr(), m, heads, stride, window, scale, softcap, *options)
+    keep(q, k_cache, v_cache, slots, positions, tables, out, alibi_slopes, prefix_lengths, starts, mask)
     return out
 
 
@@ -343,6 +367,5 @@ def argmax(x: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- without kernels
 
 
-attention_with_options = through_reference(reference.attention)
 attention_mask = through_reference(reference.attention_mask)
 alibi_mask = through_reference(reference.alibi_mask)

@@ -32,6 +32,8 @@ rope_append = on_card(cuda_ops.rope_append)
 rope_attention = on_card(cuda_ops.rope_attention)
 sample = on_card(cuda_sample.sample)
 silu = on_card(cuda_ops.silu)
+relu = on_card(cuda_ops.relu)
+scale = on_card(cuda_ops.scale)
 softcap = on_card(cuda_ops.softcap)
 softmax = on_card(cuda_ops.softmax)
 swiglu = on_card(cuda_ops.swiglu)
@@ -56,12 +58,14 @@ __all__ = [
     "norm_linear",
     "pack_linear",
     "programmatic_launch",
+    "relu",
     "require",
     "rms_norm",
     "rope",
     "rope_append",
     "rope_attention",
     "sample",
+    "scale",
     "silu",
     "softcap",
     "softmax",

@@ -83,9 +83,10 @@ def _records(parts: Sequence[QuantizedWeight], pairs: bool, strips: int, groups:
 
 def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:
     require()
-    pairs = pairs and len(parts) == 2 and parts[0].shape == parts[1].shape and parts[0].shape[0] % 8 == 0
     first = parts[0]
     n, k = sum(p.shape[0] for p in parts), first.shape[1]
+    halves = len(parts) == 1 or (len(parts) == 2 and parts[0].shape == parts[1].shape)
+    pairs = pairs and halves and n % 16 == 0
     with torch.cuda.device(device):
         arrivals = torch.zeros(-(-n // 16) + 1, dtype=torch.int32, device=device)
         packed = (

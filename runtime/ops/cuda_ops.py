@@ -8,7 +8,7 @@ from torch import Tensor
 from nibblelm.ops.cuda_device import DTYPES, kernels, launch_args
 from nibblelm.ops.types import PAGE, QuantizedWeight, Weight
 
-_ACTIVATIONS = {"silu": 0, "tanh": 1, "erf": 2, "softcap": 3}
+_ACTIVATIONS = {"silu": 0, "tanh": 1, "erf": 2, "softcap": 3, "relu": 4, "scale": 5}
 SOFTMAX_FORMS = {"automatic": 0, "warp": 1, "block": 2, "cluster": 3, "online": 4}
 
 
@@ -44,10 +44,12 @@ def _norm(
     residual: Tensor | None,
     plus_one: bool,
 ) -> tuple[Tensor, Tensor]:
-    columns = x.shape[-1]
+    columns, heads = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
     same = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype and _rows(residual))
+    per_head = op == "layer_norm" and weight.shape == (heads, columns)
     require_arguments(
-        x.ndim in {2, 3} and _rows(x) and same and vector(weight, columns) and vector(bias, columns),
+        x.ndim in {2, 3} and _rows(x) and same and vector(bias, columns)
+        and vector(weight.flatten() if per_head else weight, heads * columns if per_head else columns),
         op, "x (M, H) or (M, heads, D) fp32 or bf16, residual like x, weight and bias fp32", x, residual, weight, bias,
     )  # fmt: skip
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -55,8 +57,7 @@ def _norm(
     launcher(
         x.data_ptr(), address(residual), weight.data_ptr(), address(bias), y.data_ptr(),
         0 if residual is None else h.data_ptr(), x.stride(0), 0 if residual is None else residual.stride(0),
-        x.numel() // columns, x.shape[1] if x.ndim == 3 else 1, columns, eps, plus_one, DTYPES[x.dtype],
-        *launch_args(),
+        x.numel() // columns, heads, columns, eps, plus_one, per_head, DTYPES[x.dtype], *launch_args(),
     )  # fmt: skip
     return y, h
 
@@ -337,6 +338,14 @@ def silu(x: Tensor) -> Tensor:
 def softcap(x: Tensor, cap: float) -> Tensor:
     require_arguments(cap > 0, "softcap", "cap > 0", x)
     return _activate("softcap", x, "softcap", False, cap=cap)
+
+
+def relu(x: Tensor) -> Tensor:
+    return _activate("relu", x, "relu", False)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    return _activate("scale", x, "scale", False, cap=factor)
 
 
 def embedding(ids: Tensor, table: Weight, dtype: torch.dtype, multiplier: float) -> Tensor:

@@ -138,6 +138,14 @@ def silu(x: Tensor) -> Tensor:
     return torch.nn.functional.silu(x.float()).to(x.dtype)
 
 
+def relu(x: Tensor) -> Tensor:
+    return x.clamp_min(0)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    return (x.float() * factor).to(x.dtype)
+
+
 def softcap(x: Tensor, cap: float) -> Tensor:
     return (cap * torch.tanh(x.float() / cap)).to(x.dtype)
 
@@ -241,9 +249,11 @@ __all__ = [
     "layer_norm",
     "linear",
     "log_softmax",
+    "relu",
     "rms_norm",
     "rope",
     "sample",
+    "scale",
     "silu",
     "softcap",
     "softmax",

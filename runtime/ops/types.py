@@ -60,8 +60,8 @@ class PackedLinear:
     """One (N, K) weight repacked into the tiling of a device's kernels by `ops.pack_linear`.
 
     `data` is owned by the device's module and means nothing to anyone else.
-    `bits` is 4, 8, 16 or 32; `nbytes` is what one decode step streams for it. `pairs`: of two parts, 8 rows of the
-    first are followed by the same 8 of the second, so that a kernel that has a gate also has its up.
+    `bits` is 4, 8, 16 or 32; `nbytes` is what one decode step streams for it. `pairs`: of two parts or
+    halves, 8 rows of the first are followed by the same 8 of the second, so that a kernel with a gate has its up.
     """
 
     shape: tuple[int, int]

@@ -9,11 +9,13 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 for path in Path(__file__).parent.glob("reference_*.py"):  # of families that transformers does not know
     import_module(path.stem)
 
 SMALL = dict(vocab_size=331, max_position_embeddings=512, num_hidden_layers=2, initializer_range=0.15)
+ALIBI = {"bloom", "mpt"}  # families without max_position_embeddings
 LLAMA3 = dict(
     rope_type="llama3",
     rope_theta=500000.0,
@@ -23,6 +25,13 @@ LLAMA3 = dict(
     original_max_position_embeddings=64,
 )
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
+
+
+def _sizes(**switches: object) -> dict:
+    """A config of Llama's key names, with four query heads on two."""
+    sizes = dict(hidden_size=128, intermediate_size=176, num_attention_heads=4, num_key_value_heads=2)
+    return {name: value for name, value in {**sizes, **switches}.items() if value is not None}
+
 
 # One small config per variant of each family; together they cover every file under models/ (a test says so).
 CONFIGS: dict[str, dict] = {
@@ -115,11 +124,155 @@ CONFIGS: dict[str, dict] = {
         head_dim=32,
         rope_parameters=YARN,
     ),
+    # What the families below have that those above have not; many switches in few configs.
+    "gemma": _sizes(head_dim=32, num_key_value_heads=1, attention_bias=True),
+    "gemma3_text": _sizes(
+        head_dim=32,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=13,
+        query_pre_attn_scalar=20,
+        final_logit_softcapping=2.0,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+            sliding_attention=dict(rope_type="default", rope_theta=1e4),
+        ),
+    ),
+    "phi3": _sizes(sliding_window=17, pad_token_id=0),
+    "phi3-partial": _sizes(
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.75),
+    ),
+    "olmo2": _sizes(attention_bias=True),
+    "olmo3": _sizes(
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=13,
+        rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)),
+    ),
+    "granite": _sizes(
+        embedding_multiplier=3.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.3,
+        logits_scaling=0.5,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "stablelm": _sizes(head_dim=None, use_qkv_bias=True),
+    "stablelm-parallel": _sizes(
+        head_dim=None,
+        qk_layernorm=True,
+        use_parallel_residual=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
+    ),
+    "phi": _sizes(head_dim=None),
+    "phi-norm": _sizes(head_dim=None, num_key_value_heads=4, qk_layernorm=True, hidden_act="gelu"),
+    "starcoder2": _sizes(sliding_window=13),
+    "starcoder2-untied": _sizes(use_bias=False, tie_word_embeddings=False, num_key_value_heads=1, hidden_act="gelu"),
+    "cohere": _sizes(logit_scale=0.25, attention_bias=True),
+    "cohere-norm": _sizes(use_qk_norm=True, tie_word_embeddings=False, num_key_value_heads=4),
+    "cohere2": _sizes(layer_types=["sliding_attention", "full_attention"], sliding_window=13, logit_scale=0.5),
+    "glm": _sizes(head_dim=32, pad_token_id=0),
+    "glm-whole": _sizes(
+        head_dim=24,
+        attention_bias=False,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=1.0),
+    ),
+    "glm4": _sizes(head_dim=32, pad_token_id=0),
+    "smollm3": _sizes(no_rope_layer_interval=2, attention_bias=True, mlp_bias=True, pad_token_id=0),
+    "smollm3-window": _sizes(
+        no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=13, tie_word_embeddings=False, pad_token_id=0
+    ),
+    "ministral": _sizes(head_dim=24, layer_types=["sliding_attention", "full_attention"], sliding_window=13),
+    "ministral3": _sizes(
+        head_dim=32,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=4.0,
+            original_max_position_embeddings=32,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            llama_4_scaling_beta=0.5,
+        ),
+    ),
+    "gptj": dict(n_embd=128, n_head=4, rotary_dim=16, n_inner=172),
+    "codegen": dict(n_embd=128, n_head=4, rotary_dim=8, activation_function="gelu"),
+    "gpt2": dict(n_embd=128, n_head=4),
+    "gpt2-scaled": dict(
+        n_embd=96,
+        n_head=3,
+        n_inner=172,
+        scale_attn_by_inverse_layer_idx=True,
+        activation_function="gelu",
+        tie_word_embeddings=False,
+    ),
+    "opt": dict(hidden_size=128, ffn_dim=172, num_attention_heads=4, init_std=0.15),
+    "opt-after": dict(
+        hidden_size=128,
+        ffn_dim=256,
+        num_attention_heads=4,
+        init_std=0.15,
+        do_layer_norm_before=False,
+        word_embed_proj_dim=64,
+        enable_bias=False,
+        activation_function="gelu",
+    ),
+    "bloom": dict(hidden_size=128, n_head=8),
+    "bloom-normed": dict(
+        hidden_size=96, n_head=6, apply_residual_connection_post_layernorm=True, tie_word_embeddings=False
+    ),
+    "mpt": dict(d_model=128, n_heads=4, max_seq_len=512),
+    "mpt-untied": dict(
+        d_model=96,
+        n_heads=6,
+        max_seq_len=512,
+        tie_word_embeddings=False,
+        attn_config=dict(softmax_scale=0.2, attn_pdrop=0),
+    ),
+    "falcon": dict(hidden_size=128, num_attention_heads=4),
+    "falcon-40b": dict(
+        hidden_size=128,
+        num_attention_heads=8,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        bias=True,
+        tie_word_embeddings=False,
+        ffn_hidden_size=192,
+    ),
+    "falcon-11b": dict(
+        hidden_size=128,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        new_decoder_architecture=True,
+        num_ln_in_parallel_attn=1,
+    ),
+    "falcon-rw": dict(
+        hidden_size=128, num_attention_heads=8, multi_query=False, parallel_attn=False, alibi=True, bias=True
+    ),
 }
 
 
 MIXED = (r".*\.k_proj=8", r".*layers\.0\.mlp\.up_proj=16")
-MIXED_BY_FAMILY = {"gpt_neox": (r"attention\.dense=8", r"layers\.0\.mlp\.dense_h_to_4h=16")}
+_FUSED = (r"qkv_proj=8", r"layers\.0\.mlp\.gate_up_proj=16")
+_DENSE = (r"attention\.dense=8", r"\b0\.mlp\.dense_h_to_4h=16")
+MIXED_BY_FAMILY = {
+    **dict.fromkeys(("gpt_neox", "bloom", "falcon"), _DENSE),
+    "phi3": _FUSED,
+    **dict.fromkeys(("glm", "glm4"), (r"k_proj=8", _FUSED[1])),
+    "phi": (r"k_proj=8", r"layers\.0\.mlp\.fc1=16"),
+    "starcoder2": (r"k_proj=8", r"layers\.0\.mlp\.c_fc=16"),
+    "gptj": (r"k_proj=8", r"h\.0\.mlp\.fc_in=16"),
+    "gpt2": (r"c_attn=8", r"h\.0\.mlp\.c_fc=16"),
+    "codegen": (r"qkv_proj=8", r"h\.0\.mlp\.fc_in=16"),
+    "opt": (r"k_proj=8", r"layers\.0\.fc1=16"),
+    "mpt": (r"Wqkv=8", r"blocks\.0\.ffn\.up_proj=16"),
+}
 
 
 def mixed(name: str) -> dict:
@@ -136,13 +289,14 @@ def save_random(name: str, folder: Path, dtype: torch.dtype = torch.float32, see
             f"the installed transformers does not know {family!r}: write tests/models/reference_{family}.py, "
             "as CONTRIBUTING says under 'Add a model family'"
         )
-    config = AutoConfig.for_model(family, **SMALL, **CONFIGS[name])
+    sizes = {key: value for key, value in SMALL.items() if key != "max_position_embeddings" or family not in ALIBI}
+    config = AutoConfig.for_model(family, **{**sizes, **CONFIGS[name]})
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
         for key, value in model.named_parameters():
             if key.endswith(".bias"):
                 value.normal_(0, 0.3)
-            elif value.dim() == 1:
+            elif value.dim() == 1 or "_norm." in key:
                 value.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     return folder
@@ -150,16 +304,27 @@ def save_random(name: str, folder: Path, dtype: torch.dtype = torch.float32, see
 
 def load_reference(source: Path, quantized: Path | None = None) -> PreTrainedModel:
     """The source model in float32, its weights those of `quantized`, if given, unpacked by the format's library."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager")
+    # Eager Falcon adds ALiBi twice, to the scores and to the mask (transformers 5.17); MPT and GPT-J have eager alone.
+    kind = "sdpa" if AutoConfig.from_pretrained(source).model_type == "falcon" else "eager"
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation=kind)
     if quantized is not None:
         state = {key.replace("embed_out.", "lm_head."): value for key, value in unpacked(quantized).items()}
         if "lm_head.weight" in state and model.config.tie_word_embeddings:
             model.config.tie_word_embeddings = False
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        packed = {key.removesuffix("_packed") for key in names_in(quantized) if key.endswith(".weight_packed")}
+        for name, module in model.named_modules():
+            if isinstance(module, Conv1D) and f"{name}.weight" in packed:
+                state[f"{name}.weight"] = state[f"{name}.weight"].T
         missing, unexpected = model.load_state_dict(state, strict=False)
         assert not unexpected
         assert set(missing) <= {"lm_head.weight"}
     return model.eval()
+
+
+def names_in(folder: Path) -> list[str]:
+    """Names of the tensors of a folder."""
+    return [name for shard in sorted(folder.glob("*.safetensors")) for name in load_file(shard)]
 
 
 def unpacked(folder: Path) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from nibblelm import LLM, convert
 from nibblelm.models import families
@@ -34,7 +35,25 @@ def test_a_family_unknown_to_transformers_gets_a_hint(tmp_path: Path, monkeypatc
         save_random("novel-tied", tmp_path)
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+ROUNDED = ("int8", "int4-row", "int4-g32", "int4-g128")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every variant in every format with --every; else Llama so, and of each other one fp32 and a format in turn."""
+    if "source" not in metafunc.fixturenames:
+        return
+    rounded = metafunc.function is test_rounded_activations
+    formats = list(ROUNDED if rounded else FORMATS)
+    every = metafunc.config.getoption("--every")
+    pairs = []
+    for i, name in enumerate(CONFIGS):
+        turn = formats[i % len(formats) if rounded else 1 + i % (len(formats) - 1)]
+        sample = {turn} if rounded else {"fp32", turn}
+        pairs += [(name, scheme) for scheme in formats if every or name == "llama" or scheme in sample]
+    metafunc.parametrize(("source", "scheme"), pairs, indirect=["source"], scope="module")
+
+
+@pytest.fixture(scope="module")
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return request.param, save_random(request.param, tmp_path_factory.mktemp(request.param) / "source")
 
@@ -48,7 +67,6 @@ def make(source: Path, name: str, scheme: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("scheme", FORMATS)
 def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     name, folder = source
     quantized = make(folder, name, scheme, tmp_path / "quantized")
@@ -74,7 +92,13 @@ def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
 # yardstick is the source implementation itself run in bf16 on the same weights. A group of 128 Gaussian values rounded
 # to 8 bits has a relative error of about 0.6 %, four times that of bf16, but only the inputs of linear layers are
 # rounded, where bf16 rounds every intermediate: the published bound is twice its error for 8 bits, half of it for 16.
-@pytest.mark.parametrize("scheme", ["int8", "int4-row", "int4-g32", "int4-g128"])
+# For 8 bits there is a second yardstick, in float32: the source implementation with the inputs of its linear modules
+# rounded so. That is all of the error, but for the bf16 cache, whose values have an eighth of it, and how errors of the
+# same size fall: a quarter more is allowed. FEW_ROUNDINGS are held to it alone: bf16 rounds less often in them, whose
+# blocks stand side by side or whose norms come last, so that 8 bits cost up to 2.6 times as much.
+FEW_ROUNDINGS = {"cohere", "cohere-norm", "cohere2", "codegen", "stablelm-parallel", "opt-after"}
+
+
 def test_rounded_activations(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     name, folder = source
     quantized = make(folder, name, scheme, tmp_path / "quantized")
@@ -82,7 +106,8 @@ def test_rounded_activations(source: tuple[str, Path], scheme: str, tmp_path: Pa
     with torch.inference_mode():
         want = reference(torch.tensor([PROMPT])).logits[0]
         yardstick = relative_error(reference.bfloat16()(torch.tensor([PROMPT])).logits[0].float(), want).mean()
-    for dtype, bound in (("auto", 2.0), ("bf16", 0.5)):
+    limits = {"auto": 1.25 * relative_error(rounded_inputs(folder, quantized, scheme), want).mean()}
+    for dtype, bound in (("auto", torch.inf if name in FEW_ROUNDINGS else 2.0), ("bf16", 0.5)):
         llm = LLM(quantized, device="cpu", dtype=dtype)
         got = llm.logits(PROMPT)
         ratio = relative_error(got, want).mean() / yardstick
@@ -90,11 +115,29 @@ def test_rounded_activations(source: tuple[str, Path], scheme: str, tmp_path: Pa
             f"{name} {scheme} {dtype}: relative L2 is {ratio:.2f} times that of transformers in bf16 ({yardstick:.1e})"
         )
         assert ratio <= bound
+        assert relative_error(got, want).mean() <= limits.get(dtype, torch.inf)
         llm.runner.set_pages(0, [0, 1])
         with torch.inference_mode():
             llm.runner.prefill(PROMPT[:3])
             steps = torch.cat([llm.runner.decode([token], [0]).clone() for token in PROMPT[3:]])
         assert torch.equal(steps, got[3:]), "the K loop is integer: prefill and decode are the same bits"
+
+
+def rounded_inputs(folder: Path, quantized: Path, scheme: str) -> torch.Tensor:
+    """Logits of the source implementation, in float32, with every linear module's inputs rounded to 8 bits."""
+    size = 32 if scheme == "int4-g32" else 128
+    reference = load_reference(folder, quantized)
+
+    def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        x = torch.nn.functional.pad(inputs[0], (0, -inputs[0].shape[-1] % size)).unflatten(-1, (-1, size))
+        step = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+        return (((x / step).round() * step).flatten(-2)[..., : inputs[0].shape[-1]],)
+
+    for module in reference.modules():
+        if isinstance(module, torch.nn.Linear | Conv1D):
+            module.register_forward_pre_hook(rounded)
+    with torch.inference_mode():
+        return reference(torch.tensor([PROMPT])).logits[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nibblelm import LLM, layers
+from nibblelm import LLM, rope
 from nibblelm.config import MAX_POSITIONS
 from nibblelm.errors import ConfigError
-from nibblelm.layers import Rope
+from nibblelm.rope import Rope
 from nibblelm.rope_scaling import tables
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -53,15 +53,18 @@ def test_rows_do_not_depend_on_when_they_are_made(tmp_path: Path, monkeypatch: p
     whole = LLM(folder, device="cpu", dtype="fp32")
     ids = torch.randint(0, 331, (40,), generator=torch.Generator().manual_seed(3)).tolist()
     expected = whole.logits(ids)
-    monkeypatch.setattr(layers, "_ROPE_BLOCK", 8)
+    monkeypatch.setattr(rope, "BLOCK", 8)
     runner = LLM(folder, device="cpu", dtype="fp32").runner
     runner.set_pages(0, [0])
     with torch.inference_mode():
         runner.prefill(ids[:3])
         for position in range(3, len(ids)):
             assert torch.equal(runner.decode([ids[position]], [0])[0], expected[position]), position
-        rope = Rope(whole.config, 128, torch.device("cpu"))
+        ropes = Rope(whole.config, 128, torch.device("cpu"))
         for count in (1, 8, 9, 64, 100, 200):
-            rope.reach(count)
-    for got, want in zip((rope.cos, rope.sin), tables(whole.config.rope, whole.config.head_dim, 0, 128), strict=True):
+            ropes.reach(count)
+    table = ropes.of(0)
+    assert table is not None
+    assert whole.config.rope is not None
+    for got, want in zip((table.cos, table.sin), tables(whole.config.rope, whole.config.head_dim, 0, 128), strict=True):
         assert torch.equal(got, want)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,63 @@ def test_softcap(isa: str, softcap: float) -> None:
     positions = torch.arange(40, 70, dtype=torch.int32)
     check(torch.randn(30, 4, 24) * 3, k, v, torch.zeros(30, dtype=torch.int32), positions, 20, softcap)
     check(torch.randn(3, 4, 24) * 3, k, v, int32([0, 1, 0]), int32([0, 700, 1049]), 0, softcap)
+
+
+def options_of(name: str, rows: int, heads: int, columns: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.randn(rows, columns, generator=generator)
+    mask[torch.rand(rows, columns, generator=generator) < 0.3] = -torch.inf
+    mask[0] = -torch.inf
+    mask[1, :128] = -torch.inf  # whole pages of it
+    return {
+        "alibi": dict(alibi_slopes=2.0 ** -torch.linspace(1, 8, heads)),
+        "prefix": dict(prefix_lengths=torch.randint(0, columns, (rows,), generator=generator).int()),
+        "starts": dict(starts=int32([70, 3])),
+        "mask": dict(mask=mask),
+        "all": dict(
+            alibi_slopes=-torch.rand(heads, generator=generator), softcap=3.0, starts=int32([5, 130]), window=100,
+            prefix_lengths=torch.full((rows,), 200, dtype=torch.int32), mask=mask,
+        ),
+    }[name]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["alibi", "prefix", "starts", "mask", "all"])
+def test_options(isa: str, name: str) -> None:
+    """Against the same in float64, position by position; and a row alone has its bits, beyond a split too."""
+    k, v = cache(2, 2, 1100, 24, 1100, FP32)
+    positions = torch.cat((torch.arange(60, 80), torch.arange(1030, 1050))).int()
+    slots, q = int32([0] * 20 + [1] * 20), torch.randn(40, 4, 24)
+    options = options_of(name, 40, 4, 1060)
+    tables = table_of(2, 1100)
+    places = (paged(k, tables), paged(v, tables))
+
+    def run(rows: slice) -> Tensor:
+        own = {key: value[rows] if key in ("prefix_lengths", "mask") else value for key, value in options.items()}
+        return ops.attention(q[rows], *places, slots[rows], positions[rows], tables, 0.2, **own)
+
+    got = run(slice(None))
+    for row in range(40):
+        assert torch.equal(run(slice(row, row + 1))[0], got[row]), row
+        slot, at = int(slots[row]), int(positions[row])
+        p = torch.arange(1100)
+        seen = (p <= at) | (p < (int(options["prefix_lengths"][row]) if "prefix_lengths" in options else 0))
+        seen &= p > at - options.get("window", 1 << 30)
+        seen &= p >= (int(options["starts"][slot]) if "starts" in options else 0)
+        scores = torch.einsum("hd,hpd->hp", q[row].double(), k[slot].double().repeat_interleave(2, 0)) * 0.2
+        if "softcap" in options:
+            scores = 3.0 * torch.tanh(scores / 3.0)
+        if "alibi_slopes" in options:
+            scores = scores + options["alibi_slopes"].double()[:, None] * (p - at)
+        if "mask" in options:
+            mask = torch.nn.functional.pad(options["mask"][row].double(), (0, 40), value=-torch.inf)
+            scores, seen = scores + mask, seen & mask.isfinite()
+        weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).nan_to_num(0.0)
+        values = v[slot].double().repeat_interleave(2, 0)
+        want, magnitude = (torch.einsum("hp,hpd->hd", weights, t).flatten() for t in (values, values.abs()))
+        # Scores of up to 500 (a slope of 1 over that many positions) are rounded to 2^-24 of themselves.
+        assert ((got[row] - want).abs() <= 6e-5 * magnitude).all(), row
+    if name in ("mask", "all"):
+        assert got[0].eq(0).all()  # nothing to see
 
 
 def test_more_heads_share_keys_than_are_taken_at_once() -> None:

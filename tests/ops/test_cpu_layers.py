@@ -310,3 +310,22 @@ def test_broken_contracts_are_refused() -> None:
         ops.softmax(torch.empty(2, 0))
     with pytest.raises(ValueError, match="fp32"):
         ops.embedding(torch.zeros(1, dtype=torch.int32), torch.randn(3, 4), torch.bfloat16)
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+def test_layer_norm_of_heads(isa: str, per_head: bool) -> None:
+    """With one gain, or one of each head, on strided rows, as q and k lie in a fused projection."""
+    x = torch.randn(5, 7 * 24)[:, 24 : 4 * 24].unflatten(1, (3, 24))
+    gain, bias = torch.randn(3, 24) if per_head else torch.randn(24), torch.randn(24)
+    got, same = ops.layer_norm(x, gain, bias, 1e-5)
+    want = torch.nn.functional.layer_norm(x.double(), (24,), eps=1e-5) * gain.double() + bias.double()
+    assert same is x
+    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("width", [1, 17, 172, 4099])
+def test_relu_and_scale(isa: str, width: int) -> None:
+    x = torch.randn(3, width)
+    assert torch.equal(ops.relu(x), x.clamp_min(0))
+    assert torch.equal(ops.scale(x, 0.22), x * 0.22)
+    assert ops.relu(torch.tensor([[torch.nan, -1.0]])).isnan().tolist() == [[True, False]]

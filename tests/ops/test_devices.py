@@ -21,7 +21,7 @@ from nibblelm.runner import Runner
 
 SOURCES = Path(nibblelm.__file__).parent
 CALL = re.compile(r"(?:backend|_kernels)\([^()]*(?:\([^()]*\))?[^()]*\)\.(\w+)")
-ON_THE_CPU_ALONE = {"attention_with_options", "keep_freed_memory", "set_threads"}
+ON_THE_CPU_ALONE = {"keep_freed_memory", "set_threads"}
 
 
 def test_every_function_that_is_asked_for_exists() -> None:
