@@ -66,7 +66,7 @@ __device__ __forceinline__ void scores_of(const AttentionArgs& a, float (&s)[kTi
     for (int i = 0; i < 4; ++i) {
       const Row& row = rows[i >> 1];
       const int p = column + 8 * t + (i & 1);
-      if (!inside && (p < row.range.first || p >= row.range.end)) {
+      if ((kOptions || !inside) && (p < row.range.first || p >= row.range.end)) {  // behind the last row is no mask
         s[t][i] = -INFINITY;
       } else if constexpr (kOptions) {
         s[t][i] = score<true>(a, s[t][i], row.index, row.position, head, p);
