@@ -260,6 +260,7 @@ void launch_prefill(const AttentionArgs& a, const Launch& launch) {
 
 void attention_prefill(const AttentionArgs& a, const Launch& launch) {
   if (a.tile_count == 0) return;
+  if (attention_fits_sm90(a)) return attention_prefill_sm90(a, launch);
   const bool tensor_cores =
       a.type == DType::bf16 && a.cache.dtype == DType::bf16 && a.q_stride % 8 == 0 && aligned16(a.q, 0);
   if (tensor_cores && a.cache.head_dim == 64) return launch_prefill<64>(a, launch);
