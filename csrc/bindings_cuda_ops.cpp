@@ -44,7 +44,7 @@ void bind_attention(py::module_& m) {
   py::class_<AttentionArgs>(m, "AttentionArgs")
       .def(py::init([](Address q, Address out, const PagedCache& cache, Address slopes, Address prefix, Address starts,
                        Address mask, Address tiles, Int q_stride, Int mask_stride, Int rows, int tile_count,
-                       int mask_columns, int heads, int window, float scale, float softcap, int dtype) {
+                       int mask_columns, int heads, int window, float scale, float softcap, bool mma_sync, int dtype) {
              return AttentionArgs{.q = at(q),
                                   .out = at(out),
                                   .workspace = nullptr,
@@ -63,12 +63,13 @@ void bind_attention(py::module_& m) {
                                   .window = window,
                                   .scale = scale,
                                   .softcap = softcap,
+                                  .mma_sync = mma_sync,
                                   .type = type_of(dtype)};
            }),
            py::kw_only(), py::arg("q"), py::arg("out"), py::arg("cache"), py::arg("slopes"), py::arg("prefix"),
            py::arg("starts"), py::arg("mask"), py::arg("tiles"), py::arg("q_stride"), py::arg("mask_stride"),
            py::arg("rows"), py::arg("tile_count"), py::arg("mask_columns"), py::arg("heads"), py::arg("window"),
-           py::arg("scale"), py::arg("softcap"), py::arg("dtype"))
+           py::arg("scale"), py::arg("softcap"), py::arg("mma_sync"), py::arg("dtype"))
       .def_property("workspace", nullptr, [](AttentionArgs& args, Address to) { args.workspace = at<float>(to); });
   m.def("attention_decode", [](const AttentionArgs& args, Address stream, bool programmatic) {
     attention_decode(args, {at(stream), programmatic});

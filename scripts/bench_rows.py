@@ -129,7 +129,7 @@ def bench_decode_attention(limits: Limits, quick: bool) -> Iterator[Row]:
 
 def bench_prefill_attention(limits: Limits, quick: bool) -> Iterator[Row]:
     """Causal, 32 query and 8 KV heads of 128, bf16; half the products count."""
-    for length in (2048, 8192):
+    for length in (2048, 8192, 32768):
         pairs = caches(length, 1, 4)
         q = torch.randn(length, 32, 128, device=DEVICE).to(BF16)
         slots = torch.zeros(length, device=DEVICE).int()

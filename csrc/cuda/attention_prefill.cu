@@ -66,7 +66,7 @@ __device__ __forceinline__ void scores_of(const AttentionArgs& a, float (&s)[kTi
     for (int i = 0; i < 4; ++i) {
       const Row& row = rows[i >> 1];
       const int p = column + 8 * t + (i & 1);
-      if (!inside && (p < row.range.first || p >= row.range.end)) {
+      if ((kOptions || !inside) && (p < row.range.first || p >= row.range.end)) {  // behind the last row is no mask
         s[t][i] = -INFINITY;
       } else if constexpr (kOptions) {
         s[t][i] = score<true>(a, s[t][i], row.index, row.position, head, p);
@@ -260,6 +260,7 @@ void launch_prefill(const AttentionArgs& a, const Launch& launch) {
 
 void attention_prefill(const AttentionArgs& a, const Launch& launch) {
   if (a.tile_count == 0) return;
+  if (attention_fits_sm90(a)) return attention_prefill_sm90(a, launch);
   const bool tensor_cores =
       a.type == DType::bf16 && a.cache.dtype == DType::bf16 && a.q_stride % 8 == 0 && aligned16(a.q, 0);
   if (tensor_cores && a.cache.head_dim == 64) return launch_prefill<64>(a, launch);

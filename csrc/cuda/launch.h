@@ -22,4 +22,7 @@ struct Launch {
   bool programmatic;  // programmatic dependent launch: may start before the kernel ahead of it has finished
 };
 
+// Of the code that runs on the present card (`kArchitecture` there), which may be older than the card.
+int compiled_architecture();
+
 }  // namespace nibblelm::cuda

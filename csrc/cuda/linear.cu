@@ -1,6 +1,4 @@
 // linear: which kernel takes how many rows, over weight formats, and its plan on the present card.
-#include <array>
-#include <atomic>
 #include <bit>
 
 #include "linear.h"
@@ -14,22 +12,6 @@ std::string describe(const LinearWeight& w, int planes, int m) {
   return std::string("linear x=(") + std::to_string(m) + ", " + std::to_string(w.k) + ") in " + std::to_string(planes) +
          " planes, weight=(" + std::to_string(w.n) + ", " + std::to_string(w.k) + ") " + name(w.format) +
          (w.integer() && w.group_size ? " groups of " + std::to_string(w.group_size) : std::string());
-}
-
-// Of the code that runs on this card (`kArchitecture` there), which may be older than the card.
-__global__ void architecture_probe() {}
-
-int compiled_architecture() {
-  static std::array<std::atomic<int>, 64> known{};  // of each card; cards of one machine may differ
-  int device{0};
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  std::atomic<int>& architecture = known.at(static_cast<size_t>(device));
-  if (architecture == 0) {
-    cudaFuncAttributes attributes{};
-    check(cudaFuncGetAttributes(&attributes, architecture_probe), "linear: cudaFuncGetAttributes");
-    architecture = attributes.ptxVersion;
-  }
-  return architecture;
 }
 
 DecodePlan plan_here(const LinearWeight& w, int planes, int m, bool aligned) {

@@ -69,6 +69,12 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// Within 3e-7.
+__device__ __forceinline__ float tanh_fast(float x) {
+  constexpr float kTwoLog2e{2.885390081777927f};
+  return 1.0f - __fdividef(2.0f, 1.0f + exp2_fast(x * kTwoLog2e));
+}
+
 // Two fp32 values as one word of two 16-bit values, `low` in the low half.
 template <class T>
 __device__ __forceinline__ uint32_t pack2(float low, float high) {

@@ -1,9 +1,9 @@
-// wgmma: a warpgroup of 4 warps multiplies 64 rows of A from registers by columns of B in shared memory (PTX ISA,
-// "Asynchronous warpgroup level matrix instructions"); sm_90a alone.
+// wgmma: a warpgroup of 4 warps multiplies 64 rows of A by columns of B in shared memory (PTX ISA, "Asynchronous
+// warpgroup level matrix instructions"); sm_90a alone.
 //
 // A's registers and the sums lie as those of mma.m16n8k32 and m16n8k16, warp w of the group having rows 16 w ... 16 w +
-// 15 and the columns in tiles of 8. B is stored by columns of 128 bytes along K, swizzled: 16-byte chunk c of column n
-// is at c ^ n % 8.
+// 15 and the columns in tiles of 8. In shared memory B is stored by columns of 128 bytes along K, A by such rows,
+// swizzled: 16-byte chunk c of column n is at c ^ n % 8.
 #pragma once
 
 #include "common.cuh"
@@ -14,6 +14,13 @@
 #endif
 
 namespace nibblelm::cuda {
+
+// Whether this code is compiled for it.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kHasWgmma{true};
+#else
+constexpr bool kHasWgmma{false};
+#endif
 
 // Registers and memory that the next products read are written.
 __device__ __forceinline__ void wgmma_fence() {
@@ -35,11 +42,13 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 }
 
-// Of B from a shared address on; groups of 8 columns are 1,024 bytes apart, which they are multiples of.
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared) {
-  constexpr uint64_t kColumnGroups{uint64_t{1024 / 16} << 32}, kSwizzle128{uint64_t{1} << 62},
-      kUnused{uint64_t{1} << 16};
-  return shared >> 4 | kUnused | kColumnGroups | kSwizzle128;
+// Of B, or A, from a shared address on; groups of 8 columns are 1,024 bytes apart, which they are multiples of.
+//
+// B may also be stored by rows: 64 columns of a row of K in 128 bytes, the same swizzle, groups of 8 rows 1,024 bytes
+// apart and groups of 64 columns `apart`.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared, uint32_t apart = 16) {
+  constexpr uint64_t kGroupsOf8{uint64_t{1024 / 16} << 32}, kSwizzle128{uint64_t{1} << 62};
+  return shared >> 4 | uint64_t{apart / 16} << 16 | kGroupsOf8 | kSwizzle128;
 }
 
 // What an instruction's text and operands need for 32, 48, 64 and 128 registers of sums.
@@ -105,6 +114,45 @@ __device__ __forceinline__ void wgmma(float (&c)[Tiles][4], const uint32_t (&a)[
 #endif
 }
 
+// 16 columns in bf16, B stored by rows.
+template <int Tiles>
+__device__ __forceinline__ void wgmma_by_rows(float (&c)[Tiles][4], const uint32_t (&a)[4], uint64_t descriptor,
+                                              bool add_to = true) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (Tiles == 8) {
+    NIBBLELM_WGMMA("m64n64k16", "f32.bf16.bf16", 32, "32", "33", "34", "35", "36", "37", ", 1, 1, 1", "+f");
+  } else if constexpr (Tiles == 16) {
+    NIBBLELM_WGMMA("m64n128k16", "f32.bf16.bf16", 64, "64", "65", "66", "67", "68", "69", ", 1, 1, 1", "+f");
+  } else {
+    static_assert(Tiles == 32);
+    NIBBLELM_WGMMA("m64n256k16", "f32.bf16.bf16", 128, "128", "129", "130", "131", "132", "133", ", 1, 1, 1", "+f");
+  }
+#endif
+}
+
 #undef NIBBLELM_WGMMA
+
+// 16 columns in bf16, A in shared memory too.
+#define NIBBLELM_WGMMA_SHARED(shape, sums, a, b, add)                                                              \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" add                                                            \
+               ", 0;\n"                                                                                            \
+               "wgmma.mma_async.sync.aligned." shape ".f32.bf16.bf16 {" NIBBLELM_TEXT_##sums "}, %" a ", %" b      \
+                                                                                             ", p, 1, 1, 0, 0;\n}" \
+               : NIBBLELM_SUMS_##sums("+f")                                                                        \
+               : "l"(a_descriptor), "l"(b_descriptor), "r"(add_to ? 1 : 0))
+
+template <int Tiles>
+__device__ __forceinline__ void wgmma(float (&c)[Tiles][4], uint64_t a_descriptor, uint64_t b_descriptor, bool add_to) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (Tiles == 8) {
+    NIBBLELM_WGMMA_SHARED("m64n64k16", 32, "32", "33", "34");
+  } else {
+    static_assert(Tiles == 16);
+    NIBBLELM_WGMMA_SHARED("m64n128k16", 64, "64", "65", "66");
+  }
+#endif
+}
+
+#undef NIBBLELM_WGMMA_SHARED
 
 }  // namespace nibblelm::cuda

@@ -8,8 +8,9 @@ from nibblelm.ops.cuda_device import (
     on_card,
     programmatic_launch,
     require,
+    wgmma,
 )
-from nibblelm.ops.cuda_linear import pack_linear, wgmma
+from nibblelm.ops.cuda_linear import pack_linear
 from nibblelm.ops.cuda_upload import upload
 
 linear = on_card(cuda_linear.linear)

@@ -24,6 +24,7 @@ R = TypeVar("R")
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _programmatic: ContextVar[bool | None] = ContextVar("programmatic_launch", default=None)
+_wgmma: ContextVar[bool] = ContextVar("wgmma", default=True)
 
 
 def _obstacle() -> str:
@@ -87,6 +88,24 @@ def programmatic_launch(enabled: bool) -> Iterator[None]:
         yield
     finally:
         _programmatic.reset(token)
+
+
+@contextmanager
+def wgmma(enabled: bool) -> Iterator[None]:
+    """Let the block's linears and prefill attention use `wgmma` where the card has it, or `mma.sync` as other cards do.
+
+    Linears have the same bits with both, attention has not.
+    """
+    token = _wgmma.set(enabled)
+    try:
+        yield
+    finally:
+        _wgmma.reset(token)
+
+
+def mma_sync() -> bool:
+    """Whether kernels have to do without `wgmma` here."""
+    return not _wgmma.get()
 
 
 class Program:

@@ -1,15 +1,13 @@
 """CUDA linear: packing of weights, and calls of the kernels for any number of rows."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from nibblelm.ops.cuda_device import DTYPES, launch_args, require
+from nibblelm.ops.cuda_device import DTYPES, launch_args, mma_sync, require
 from nibblelm.ops.cuda_device import kernels as _cuda
 from nibblelm.ops.cuda_upload import upload
 from nibblelm.ops.types import ActivationBits, LinearStep, PackedLinear, QuantizedWeight, Weight
@@ -18,17 +16,6 @@ _FORMATS = {4: 0, 8: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 MAX_NORM_COLUMNS = 16384
 """Of rows that `norm_linear` takes; csrc/cuda/linear.h refuses more too."""
 _MOST_COLUMNS = 1 << 16  # 255 x 127 x 65,536 is the largest sum of codes by digits below 2^31
-_wgmma: ContextVar[bool] = ContextVar("wgmma", default=True)
-
-
-@contextmanager
-def wgmma(enabled: bool) -> Iterator[None]:
-    """Let the block's linears use `wgmma` where the card has it, or `mma.sync` as other cards do, for equal bits."""
-    token = _wgmma.set(enabled)
-    try:
-        yield
-    finally:
-        _wgmma.reset(token)
 
 
 @dataclass(frozen=True)
@@ -203,7 +190,7 @@ class _Call:
         return _cuda.LinearStep(
             weight=data.descriptor, x=x.data_ptr(), x_stride=x.stride(0), x_dtype=DTYPES[x.dtype], y=out.data_ptr(),
             y_stride=out.stride(0), y_dtype=DTYPES[out.dtype], bias=0 if self.bias is None else self.bias.data_ptr(),
-            rows=x.shape[0], eight_bits=self.activation_bits == 8, mma_sync=not _wgmma.get(),
+            rows=x.shape[0], eight_bits=self.activation_bits == 8, mma_sync=mma_sync(),
             workspace=0 if workspace is None else workspace.data_ptr(), arrivals=data.arrivals.data_ptr(), **fused,
         )  # fmt: skip
 

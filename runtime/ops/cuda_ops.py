@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nibblelm.ops.cuda_device import DTYPES, kernels, launch_args
+from nibblelm.ops.cuda_device import DTYPES, kernels, launch_args, mma_sync
 from nibblelm.ops.types import PAGE, QuantizedWeight, Weight
 
 _ACTIVATIONS = {"silu": 0, "tanh": 1, "erf": 2, "softcap": 3, "relu": 4, "scale": 5}
@@ -198,7 +198,7 @@ def _attention_args(
         prefix=address(prefix_lengths), starts=address(starts), mask=address(mask), tiles=address(tiles),
         q_stride=q.stride(0), mask_stride=0 if mask is None else mask.stride(0), rows=m,
         tile_count=0 if tiles is None else len(tiles), mask_columns=0 if mask is None else mask.shape[1],
-        heads=heads, window=window, scale=scale, softcap=softcap, dtype=DTYPES[q.dtype],
+        heads=heads, window=window, scale=scale, softcap=softcap, mma_sync=mma_sync(), dtype=DTYPES[q.dtype],
     )  # fmt: skip
     bytes_needed = 0 if tiles is not None else kernels.attention_workspace(args)
     workspace = torch.empty(bytes_needed, dtype=torch.uint8, device=q.device)

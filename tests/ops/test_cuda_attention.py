@@ -199,9 +199,8 @@ def test_rows_that_see_nothing_give_zeros() -> None:
             starts = torch.tensor([598], dtype=torch.int32, device=DEVICE)
             got = check(c, starts=starts, **kind)
             assert got[0].eq(0).all()
-            if not kind:
-                c["slots"][2] = -1
-                assert ops.attention(**c)[2].eq(0).all()
+            c["slots"][2] = -1
+            assert ops.attention(**c, **kind)[2].eq(0).all()
 
 
 @pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP32)])
@@ -268,6 +267,43 @@ def test_prompts_of_several_sequences(d: int, dtype: torch.dtype, option: str) -
     for row, count in zip(first.tolist(), counts, strict=True):
         rows = {name: c[name][row : row + count] for name in ("q", "slots", "positions")}
         assert torch.equal(together[row : row + count], check(c | rows, **prompts(count), **options))
+
+
+@pytest.mark.parametrize("option", [*OPTIONS, "wide window"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("wgmma", [True, False])
+def test_prompts_cut_anywhere(wgmma: bool, d: int, option: str) -> None:
+    """With wgmma and as on cards without it: right, and bit for bit the same in pieces of any size."""
+    c = make(500, 4, 2, d, 537, BF16)
+    options = {"window": 200} if option == "wide window" else options_of(option, 500, 4, 537, 1)
+    with cuda.wgmma(wgmma):
+        whole = check(c, **prompts(500), **options)
+        for size in (1, 7, 64, 100, 333):
+            for first in range(0, 500, size if size > 1 else 19):
+                piece = slice(first, min(first + size, 500))
+                rows = {name: c[name][piece] for name in ("q", "slots", "positions")}
+                own = {name: t[piece] if name in ("prefix_lengths", "mask") else t for name, t in options.items()}
+                count = piece.stop - piece.start
+                assert torch.equal(whole[piece], ops.attention(**(c | rows), **own, **prompts(count))), (first, size)
+
+
+@pytest.mark.parametrize("window", [0, 700])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("wgmma", [True, False])
+def test_a_piece_of_a_long_prompt(wgmma: bool, d: int, window: int) -> None:
+    """More pages than a warp has lanes."""
+    c = make(150, 4, 2, d, 5000, BF16)
+    with cuda.wgmma(wgmma):
+        check(c, **prompts(150), window=window)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("option", ["plain", "mask"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_more_tiles_of_prompts_than_multiprocessors(d: int, option: str) -> None:
+    """Every block of the kernel takes several, one after the other."""
+    c = make(3, 300, 2, d, 140, BF16)
+    check(c, **prompts(3), **options_of(option, 3, 300, 140, 1))
 
 
 @pytest.mark.sanitize

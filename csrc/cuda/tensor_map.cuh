@@ -1,0 +1,62 @@
+// Tensor maps: copies of rectangles of a matrix to shared memory that arrive at a barrier (PTX ISA, "Tensor data";
+// sm_90 and later). 16-byte chunk c of a row of 128 bytes goes to c ^ row % 8; what lies outside the matrix arrives as
+// zeros.
+#pragma once
+
+#include <cuda.h>
+
+#include "common.cuh"
+
+namespace nibblelm::cuda {
+
+constexpr int kMapColumns{64};                // of a rectangle
+constexpr int kMapRowBytes{2 * kMapColumns};  // of a row of it in shared memory
+
+// The bf16 matrix (rows, columns) at `matrix`, rows `stride` elements apart, in rectangles of kMapColumns columns and
+// `box_rows` rows. Address and stride are multiples of 16 bytes.
+template <class What>
+CUtensorMap tensor_map(const void* matrix, int64_t rows, int64_t columns, int64_t stride, int box_rows, What what) {
+  static const auto encode = [&] {
+    void* function{nullptr};
+    cudaDriverEntryPointQueryResult found{};
+#if CUDART_VERSION >= 12050
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found),
+          what());
+#else
+    check(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found), what());
+#endif
+    if (found != cudaDriverEntryPointSuccess)
+      throw std::runtime_error(what() + ": the driver has no tensor maps; update it");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  CUtensorMap map{};
+  const cuuint64_t sizes[]{static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[]{static_cast<cuuint64_t>(stride) * 2};
+  const cuuint32_t box[]{kMapColumns, static_cast<cuuint32_t>(box_rows)}, steps[]{1, 1};
+  const CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix), sizes, strides,
+                                 box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) throw std::runtime_error(what() + ": no tensor map, error " + std::to_string(status));
+  return map;
+}
+
+// By one thread: the rectangle whose first element is (row, column), to a multiple of 1,024 bytes.
+__device__ __forceinline__ void copy_rectangle(uint32_t shared, const CUtensorMap& map, int row, int column,
+                                               uint32_t barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          shared),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row)
+      : "memory");
+#endif
+}
+
+// Orders what this thread stored to shared memory before copies and products that come after it.
+__device__ __forceinline__ void fence_async() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+}  // namespace nibblelm::cuda
