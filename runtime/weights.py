@@ -156,7 +156,9 @@ class CheckpointWeights:
         if order is not None:
             (weight,) = weights
             weights = [reordered(weight, order)]
-        packed = [ops.pack_linear(list(parts), self.device, pairs) for _, parts in groupby(weights, scheme)]
+        runs = [list(parts) for _, parts in groupby(weights, scheme)]
+        # a gate or an up alone, of a scheme of its own, has no pairs
+        packed = [ops.pack_linear(parts, self.device, pairs and len(runs) == 1) for parts in runs]
         self.streamed_bytes += sum(p.nbytes for p in packed)
         return packed
 

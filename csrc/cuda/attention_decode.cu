@@ -331,7 +331,7 @@ Choice choose(const AttentionArgs& a) {
   const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
   const int per_kv = a.heads / a.cache.kv_heads, heads = std::min(kHeads, per_kv);
   const int64_t blocks = a.rows * a.cache.kv_heads * ceil_div(per_kv, kHeads);
-  const bool many = blocks >= device_attribute(cudaDevAttrMultiProcessorCount) &&
+  const bool many = 4 * blocks >= 3 * device_attribute(cudaDevAttrMultiProcessorCount) &&
                     room >= ManyForm<D>::kBytes + PartSpace<ManyForm<D>>::bytes(heads);
   if constexpr (!kFused)
     if (has_options(a)) return many ? choice<ManyForm<D>, true, false>(heads) : choice<RowForm<D>, true, false>(heads);

@@ -57,9 +57,10 @@ using RowForm = Form<D, D == 256 ? 96 << 10 : 64 << 10, kGroup, D == 256 ? 2 : 4
 // device and leave others empty.
 template <int D>
 using LongForm = Form<D, 128 << 10, 1, 1>;
-// Many rows: a block has one to itself, or a good length of it, and streams through its parts without a pause.
+// Many rows: a block has one to itself, or a good length of it, and streams through its parts without a pause. A third
+// block hides more of the way to the first tile than a longer ring.
 template <int D>
-using ManyForm = Form<D, 64 << 10, 1, 2, kGroup>;
+using ManyForm = Form<D, 32 << 10, 1, D == 256 ? 2 : 3, kGroup>;
 
 // A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
 // place is exclusive-ored with the row, so that neither copies nor ldmatrix meet bank conflicts, and a copy takes whole

@@ -58,6 +58,48 @@ __global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, 
   }
 }
 
+// The same for bf16 without norms, all of a head rotated in halves: a lane takes two neighbours of each half.
+__global__ void __launch_bounds__(kWarps* kWarp)
+    rope_append_halves_kernel(bf16* qkv, int64_t stride, int heads, RopeTable table, PagedCache cache) {
+  dependency_wait();
+  dependency_release();
+  const int row = blockIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, half = table.half;
+  const int slot = cache.slots[row], position = cache.positions[row];
+  const int64_t entry = static_cast<int64_t>(table.positions[row]) * half;
+#pragma unroll 4
+  for (int head = blockIdx.y * kWarps + warp; head < heads + 2 * cache.kv_heads; head += gridDim.y * kWarps) {
+    bf16* const x = qkv + row * stride + static_cast<int64_t>(head) * 2 * half;
+    const bool is_q = head < heads, is_v = head >= heads + cache.kv_heads;
+    bf16* to = x;
+    if (!is_q) {
+      const int kv_head = is_v ? head - heads - cache.kv_heads : head - heads;
+      const int64_t target = written_row(cache, slot, position, kv_head);
+      if (target < 0) continue;
+      to = static_cast<bf16*>(is_v ? cache.v : cache.k) + target;
+    }
+    for (int d = 2 * lane; d < half; d += 2 * kWarp) {
+      __nv_bfloat162 first = *reinterpret_cast<const __nv_bfloat162*>(x + d),
+                     second = *reinterpret_cast<const __nv_bfloat162*>(x + half + d);
+      if (!is_v) {
+        const float2 cos = *reinterpret_cast<const float2*>(table.cos + entry + d);
+        const float2 sin = *reinterpret_cast<const float2*>(table.sin + entry + d);
+        const float2 a = rotate(to_float(first.x), to_float(second.x), cos.x, sin.x);
+        const float2 b = rotate(to_float(first.y), to_float(second.y), cos.y, sin.y);
+        first = {from_float<bf16>(a.x), from_float<bf16>(b.x)};
+        second = {from_float<bf16>(a.y), from_float<bf16>(b.y)};
+      }
+      *reinterpret_cast<__nv_bfloat162*>(to + d) = first;
+      *reinterpret_cast<__nv_bfloat162*>(to + half + d) = second;
+    }
+  }
+}
+
+bool rotates_halves(const void* qkv, int64_t stride, const RopeTable& t, const PagedCache& c, const float* q_norm,
+                    const float* k_norm, DType dtype) {
+  return dtype == DType::bf16 && c.dtype == DType::bf16 && q_norm == nullptr && k_norm == nullptr && t.streams == 1 &&
+         !t.interleaved && 2 * t.half == c.head_dim && t.half % 2 == 0 && stride % 2 == 0 && aligned16(qkv, 0);
+}
+
 }  // namespace
 
 void rope_append(void* qkv, int64_t stride, int64_t rows, int heads, const RopeTable& table, const PagedCache& cache,
@@ -69,6 +111,14 @@ void rope_append(void* qkv, int64_t stride, int64_t rows, int heads, const RopeT
            std::to_string(cache.kv_heads) + " head_dim=" + std::to_string(cache.head_dim) + " " + name(dtype);
   };
   if (cache.head_dim > kMaxHeadDim) throw std::invalid_argument(what() + ": head_dim is at most 256");
+  if (rotates_halves(qkv, stride, table, cache, q_norm, k_norm, dtype)) {
+    // of a prompt, several heads a warp: what a row's entries say is read once
+    const int blocks = ceil_div(heads + 2 * cache.kv_heads, kWarps), shared_by = rows < 256 ? 1 : 4;
+    launch_kernel(launch, what, rope_append_halves_kernel,
+                  dim3(static_cast<unsigned>(rows), ceil_div(blocks, shared_by)), dim3(kWarps * kWarp), 0,
+                  static_cast<bf16*>(qkv), stride, heads, table, cache);
+    return;
+  }
   with_activation(dtype, "rope_append", [&]<class T>() {
     const dim3 grid(static_cast<unsigned>(rows), ceil_div(heads + 2 * cache.kv_heads, kWarps));
     launch_kernel(launch, what, rope_append_kernel<T>, grid, dim3(kWarps * kWarp), 0, static_cast<T*>(qkv), stride,
