@@ -1,4 +1,4 @@
-# make demo | test | check-long | lint | types | wheel-test | cuda | clean
+# make demo | test | check-long | lint | types | wheel-test | cuda | wheel | clean
 PYTHON ?= python3
 BIN := .venv/bin
 DEMO := demo/stories-7m
@@ -14,7 +14,7 @@ SOURCES := pyproject.toml constraints.txt $(shell find csrc -type f)
 # prints what extras of pyproject.toml need; installing ".[test]" instead would compile the extension again
 EXTRA := import sys, tomllib; known = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*sum(map(known.get, sys.argv[1:]), []))
 
-.PHONY: demo test check-long lint types wheel-test cuda clean
+.PHONY: demo test check-long lint types wheel-test cuda wheel clean
 
 demo: out/demo-int4/config.json
 	$(BIN)/nibblelm generate -m out/demo-int4 -p "$(PROMPT)" --echo
@@ -49,6 +49,10 @@ cuda: .venv/.installed
 		-C cmake.define.NIBBLELM_CUDA=ON -C cmake.define.NIBBLELM_CUDA_ARCHS=90a -C build-dir=build/cuda
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/cuda-wheel/site build/cuda-wheel/*.whl
 	cd build/cuda-wheel/site/nibblelm && $(CURDIR)/$(BIN)/python -c "import _cuda; print(_cuda.__doc__)"
+
+# One wheel with both extensions, CUDA for every architecture of csrc/CMakeLists.txt: long to build, quick to install
+wheel: .venv/.installed
+	$(BIN)/python scripts/build_wheel.py
 
 .venv/.created:
 	$(PYTHON) -m venv .venv

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build the wheel, install it alone into a fresh environment that borrows .venv's dependencies (a .pth line does not
-# activate .venv's editable install), and run the tests from a copy outside the checkout.
+# activate .venv's editable install), and run the demo without compilers and the tests from a copy outside the checkout.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 work=$(mktemp -d)
@@ -10,6 +10,7 @@ trap 'rm -rf "$work"' EXIT
 site=$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$root/.venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/dependencies.pth"
 "$root/.venv/bin/pip" --python "$work/venv/bin/python" install --quiet --no-deps "$work"/dist/*.whl
+"$root/scripts/wheel_demo.sh" "$work"/dist/*.whl
 cp -r "$root/tests" "$root/scripts" "$root/pyproject.toml" "$work"
 cd "$work"
 "$work/venv/bin/python" -c 'import nibblelm, sys; assert nibblelm.__file__.startswith(sys.prefix), nibblelm.__file__'

@@ -3,6 +3,9 @@
 // Per group of k an activation is a fixed-point number made of one to three signed bytes ("digits", base 256), so
 // the dot product with the codes is exact in int32 whatever the order. Only the sum over groups is in fp32, in
 // ascending order with one fused multiply-add per group: the same for every m, thread count and instruction set.
+//
+// Where one digit is asked for and a few values stand out from their group, the scale is that of the others: the two
+// blocks of eight k that hold the largest values get a second digit. Its products are integers too, and few.
 #include "cpu/kernels.h"
 #include "cpu/team.h"
 #include "cpu/vec.h"
@@ -17,37 +20,102 @@ namespace nibblelm::NIBBLE_ISA {
 namespace {
 
 constexpr int64_t kRowGroup{128};  // activations that share a scale where weights have one scale per row
+constexpr int64_t kBlock{8};       // k that share the question whether they have a second digit: a step of the codes
+constexpr int kMostHigh{2};        // blocks of a group with one
+// How much smaller the steps must become for it. Models with outliers and real text then stay within 1.8 times the
+// error of bf16. In a small group two blocks are much of the work, and its steps are smaller anyway.
+constexpr float least_gain(int64_t group) { return group < 128 ? 2.0f : 1.75f; }
 constexpr int64_t kPrefetchBytes{
     8192};                           // ahead in a streamed panel; best of 1 to 16 KiB on Zen 5, and better than into L2
 constexpr int64_t kMostTokens{512};  // per work item: their sums for one panel fill 128 KiB
 constexpr int64_t kFewestTokens{48};  // the same when there are too few panels for the threads
 constexpr int kPanelTiles{kPanelRows / kTileRows};
 
+// The blocks of a group with a second digit.
+struct High {
+  int32_t block[kMostHigh];
+  int8_t digits[kMostHigh][kBlock];
+};
+
 struct Activations {
-  int8_t* digits;  // (m, kDigits) rows of `stride` bytes, most significant digit last
-  float* scale;    // (m, groups)
-  int32_t* sums;   // (m, groups, kDigits): sum of the digits, for the zero-point
+  int8_t* digits;       // (m, kDigits) rows of `stride` bytes, most significant digit last
+  float* scale;         // (m, groups)
+  int32_t* sums;        // (m, groups, kDigits): sum of the digits (with one: of the values), for the zero-point
+  uint8_t* high_count;  // (m, groups), with one digit: how many blocks of `high` are in use
+  High* high;           // (m, groups), the same
   int64_t stride, group, groups;
 };
 
 // ------------------------------------------------------------------------------------------- activations
 
-// One group of one token. The largest magnitude becomes the largest value that kDigits balanced digits can hold.
-template <int kDigits>
-NIBBLE_INLINE void quantize_group(const float* x, int64_t width, int8_t* digits, int64_t stride, float* scale,
-                                  int32_t* sums) {
-  constexpr int32_t kLimit = kDigits == 1 ? 127 : kDigits == 2 ? 127 * 257 : 127 * 65793;
-  I32 largest_bits = set1(0);  // as integers, so that NaN and infinity count as largest
+NIBBLE_INLINE float as_float(int32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+NIBBLE_INLINE I32 magnitude_bits(const float* x, int64_t left) {
+  return bits(left < kLanes ? load_first(x, static_cast<int>(left)) : load(x)) & set1(0x7fffffff);
+}
+
+// The largest magnitude of a group, as bits, so that NaN and infinity count as largest.
+NIBBLE_INLINE int32_t largest_of(const float* x, int64_t width) {
+  I32 largest = set1(0);
+  for (int64_t i = 0; i < width; i += kLanes) largest = max(largest, magnitude_bits(x + i, width - i));
+  return max_lanes(largest);
+}
+
+// The largest magnitude outside of the kMostHigh blocks that hold the largest ones, as bits.
+NIBBLE_INLINE int32_t largest_of_the_rest(const float* x, int64_t width) {
+  I32 largest[kMostHigh + 1];  // blocks at even places in lanes 0 to 7, at odd ones in 8 to 15; falling
+  for (auto& place : largest) place = set1(0);
   for (int64_t i = 0; i < width; i += kLanes) {
-    const int n = static_cast<int>(width - i < kLanes ? width - i : kLanes);
-    const F32 v = n == kLanes ? load(x + i) : load_first(x + i, n);
-    largest_bits = max(largest_bits, bits(v) & set1(0x7fffffff));
+    I32 next = max_of_eight(magnitude_bits(x + i, width - i));
+    for (auto& place : largest) {
+      const I32 smaller = min(place, next);
+      place = max(place, next);
+      next = smaller;
+    }
   }
-  const int32_t top = max_lanes(largest_bits);
-  float largest;
-  std::memcpy(&largest, &top, 4);
+  int32_t lanes[kMostHigh + 1][kLanes];
+  for (int i = 0; i <= kMostHigh; ++i) store(lanes[i], largest[i]);
+  int even = 0, odd = 0;  // how many of each kind are larger than the one looked for
+  while (even + odd < kMostHigh) lanes[even][0] < lanes[odd][kLanes - 1] ? ++odd : ++even;
+  return static_cast<int32_t>(max(lanes[even][0], lanes[odd][kLanes - 1]));
+}
+
+// Enter the blocks of eight lanes that are not zero.
+NIBBLE_INLINE void keep_blocks(I32 digits, int64_t first, uint8_t* count, High* high) {
+  int8_t bytes[kLanes];
+  store_low_bytes(bytes, digits);
+  for (int64_t half = 0; half < kLanes / kBlock; ++half) {
+    int64_t block;
+    std::memcpy(&block, bytes + half * kBlock, kBlock);
+    if (block == 0) continue;
+    high->block[*count] = static_cast<int32_t>(first + half);
+    std::memcpy(high->digits[*count], &block, kBlock);
+    ++*count;
+  }
+}
+
+// One group of one token. The largest magnitude becomes the largest value that kDigits balanced digits can hold; with
+// one digit, that of the blocks without a second.
+template <int kDigits>
+NIBBLE_INLINE void quantize_group(const float* x, int64_t width, int64_t group, int8_t* digits, int64_t stride,
+                                  float* scale, int32_t* sums, uint8_t* high_count, High* high) {
+  constexpr int32_t kLimit = kDigits == 1 ? 127 : kDigits == 2 ? 127 * 257 : 127 * 65793;
+  constexpr int32_t kLargest = kDigits == 1 ? 127 * 257 : kLimit;
+  const int32_t top = largest_of(x, width);
+  float largest = as_float(top);
   const bool finite = top < 0x7f800000;
   const bool usable = finite && largest > 0x1p-100f;  // smaller ones would overflow the reciprocal: taken as zero
+  bool divided = false;                               // into blocks with one digit and with two
+  if constexpr (kDigits == 1) {
+    const float rest = usable ? as_float(largest_of_the_rest(x, width)) : largest;
+    divided = largest > least_gain(group) * rest;
+    if (divided) largest = __builtin_fmaxf(rest, largest * (1.0f / 257.0f));
+    *high_count = 0;
+  }
   *scale = usable ? largest / static_cast<float>(kLimit) : finite ? 0.0f : __builtin_nanf("");
   const F32 inverse = set1(usable ? static_cast<float>(kLimit) / largest : 0.0f);
 
@@ -56,13 +124,14 @@ NIBBLE_INLINE void quantize_group(const float* x, int64_t width, int8_t* digits,
   for (int64_t i = 0; i < width; i += kLanes) {
     const int n = static_cast<int>(width - i < kLanes ? width - i : kLanes);
     const F32 v = n == kLanes ? load(x + i) : load_first(x + i, n);
-    I32 rest = usable ? min(max(round_to_int(v * inverse), set1(-kLimit)), set1(kLimit)) : set1(0);
+    I32 rest = usable ? min(max(round_to_int(v * inverse), set1(-kLargest)), set1(kLargest)) : set1(0);
     for (int d = 0; d < kDigits; ++d) {
       const I32 digit = shift_right<24>(shift_left<24>(rest));
       store_low_bytes(digits + d * stride + i, digit);  // may run into the next group, which is written later
-      sum[d] = sum[d] + digit;
+      sum[d] = sum[d] + (kDigits == 1 ? rest : digit);
       rest = shift_right<8>(rest + set1(128));
     }
+    if (divided) keep_blocks(rest, i / kBlock, high_count, high);
   }
   for (int d = 0; d < kDigits; ++d) sums[d] = sum_lanes(sum[d]);
 }
@@ -74,9 +143,10 @@ void quantize_activations(const QuantizedLinearArgs& args, const Activations& a)
     for (int64_t m = begin; m < end; ++m) {
       for (int64_t g = 0; g < a.groups; ++g) {
         const int64_t first = g * a.group;
-        quantize_group<kDigits>(args.x + m * args.x_stride + first, min(a.group, k - first),
-                                a.digits + m * kDigits * a.stride + first, a.stride, a.scale + m * a.groups + g,
-                                a.sums + (m * a.groups + g) * kDigits);
+        const int64_t at = m * a.groups + g;
+        quantize_group<kDigits>(args.x + m * args.x_stride + first, min(a.group, k - first), a.group,
+                                a.digits + m * kDigits * a.stride + first, a.stride, a.scale + at,
+                                a.sums + at * kDigits, a.high_count + at, a.high + at);
       }
     }
   });
@@ -115,6 +185,8 @@ struct GroupValues {
 alignas(64) constexpr float kOnes[kPanelRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                                  1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                                  1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+
+alignas(64) constexpr int32_t kZeros[kPanelRows] = {};
 
 // One scale per row is applied after the sum over k; the minimum form cannot wait that long.
 NIBBLE_INLINE bool scale_at_end(const QuantizedPanels& w) { return w.groups == 1 && w.offset != Offset::minimum; }
@@ -284,6 +356,36 @@ NIBBLE_INLINE void add_dots(const Group& group, const Activations& a, int64_t to
   });
 }
 
+// What second digits add to the dot products of kTokens tokens: 256 times their own, (kTokens, 64) of which only those
+// of tokens that have some are written; `places` says for each token where its are. False if there are none.
+template <Codes kCodes, int kTokens>
+NIBBLE_INLINE bool high_dots(const Group& group, const Activations& a, int64_t at, int32_t (*products)[kPanelRows],
+                             const int32_t* (&places)[kTokens]) {
+  constexpr int64_t kStep = kPanelRows * 4;
+  bool any = false;
+  for (int m = 0; m < kTokens; ++m) any |= a.high_count[at + m * a.groups] > 0;
+  if (!any) return false;
+  for (int m = 0; m < kTokens; ++m, at += a.groups) {
+    places[m] = a.high_count[at] > 0 ? products[m] : kZeros;
+    if (a.high_count[at] == 0) continue;
+    I32 sum[kPanelTiles];
+    unroll<kPanelTiles>([&](auto t) NIBBLE_LAMBDA { sum[t] = set1(0); });
+    for (int i = 0; i < a.high_count[at]; ++i) {
+      const uint8_t* codes = group.codes + a.high[at].block[i] * kStep * (kCodes == Codes::nibbles ? 1 : 2);
+      unroll<2>([&](auto half) NIBBLE_LAMBDA {
+        const I32 x = broadcast4(a.high[at].digits[i] + half * 4);
+        unroll<kPanelTiles>([&](auto t) NIBBLE_LAMBDA {
+          const I32 bytes = load_bytes(codes + (kCodes == Codes::nibbles ? 0 : half * kStep) + t * 64);
+          const I32 four = kCodes != Codes::nibbles ? bytes : half == 0 ? low_nibbles(bytes) : high_nibbles(bytes);
+          sum[t] = dot4<kCodes == Codes::bytes ? 8 : 4>(sum[t], four, x);
+        });
+      });
+    }
+    unroll<kPanelTiles>([&](auto t) NIBBLE_LAMBDA { store(products[m] + t * kLanes, shift_left<8>(sum[t])); });
+  }
+  return true;
+}
+
 // total += group's share, for kTokens tokens.
 template <Codes kCodes, int kDigits, int kTokens, bool kStreamed>
 __attribute__((noinline)) void add_group(const Group& group, const Activations& a, int64_t token, int64_t g,
@@ -295,12 +397,20 @@ __attribute__((noinline)) void add_group(const Group& group, const Activations& 
 #else
   constexpr bool kInRegisters = false;
 #endif
+  alignas(64) int32_t products[kTokens][kPanelRows];
+  const int32_t* places[kTokens];
+  bool any_high = false;
+  if constexpr (kDigits == 1) any_high = high_dots<kCodes>(group, a, token * a.groups + g, products, places);
+  const auto add = [&](const auto& dot) NIBBLE_LAMBDA {
+    if (!any_high) return add_dots<kDigits, kTokens>(group, a, token, g, dot, total);
+    const auto with_high = [&](auto row, auto t) NIBBLE_LAMBDA { return dot(row, t) + load(places[row] + t * kLanes); };
+    if constexpr (kDigits == 1) add_dots<kDigits, kTokens>(group, a, token, g, with_high, total);
+  };
   if constexpr (kInRegisters) {
 #if defined(__AVX512VNNI__)
     I32 dots[kRows * kPanelTiles];
     dot_six_rows(group.codes, digits, a.stride, width, dots);
-    const auto dot = [&](auto row, auto tile) NIBBLE_LAMBDA { return dots[row * kPanelTiles + tile]; };
-    add_dots<kDigits, kTokens>(group, a, token, g, dot, total);
+    add([&](auto row, auto tile) NIBBLE_LAMBDA { return dots[row * kPanelTiles + tile]; });
 #endif
   } else {
     alignas(64) int32_t dots[kRows][kPanelRows];
@@ -308,8 +418,7 @@ __attribute__((noinline)) void add_group(const Group& group, const Activations& 
       auto* out = reinterpret_cast<int32_t (*)[kPanelRows]>(dots[0] + tile * kLanes);
       dot_group<kCodes, kRows, kTiles, kStreamed>(group.codes + tile * 64, digits, a.stride, width, out);
     }
-    const auto dot = [&](auto row, auto tile) NIBBLE_LAMBDA { return load(dots[row] + tile * kLanes); };
-    add_dots<kDigits, kTokens>(group, a, token, g, dot, total);
+    add([&](auto row, auto tile) NIBBLE_LAMBDA { return load(dots[row] + tile * kLanes); });
   }
   if (group.minimum != nullptr) add_minimum<kDigits, kTokens>(group, a, token, g, total);
 }
@@ -385,12 +494,15 @@ void run(const QuantizedLinearArgs& args) {
   a.group = w.groups == 1 ? kRowGroup : w.group;
   a.groups = (w.k + a.group - 1) / a.group;
   a.stride = (w.k + 63) / 64 * 64 + 64;  // slack for whole-vector stores; the odd line keeps rows off one cache set
-  const int64_t scales = args.m * a.groups;
-  auto* memory = static_cast<uint8_t*>(
-      shared_scratch(static_cast<size_t>(args.m * kDigits * a.stride + scales * 4 * (1 + kDigits))));
+  const int64_t scales = args.m * a.groups, high = kDigits == 1 ? scales : 0;
+  const int64_t words = scales * 4 * (1 + kDigits), blocks = high * int64_t{sizeof(High)};
+  auto* memory =
+      static_cast<uint8_t*>(shared_scratch(static_cast<size_t>(words + blocks + high + args.m * kDigits * a.stride)));
   a.scale = reinterpret_cast<float*>(memory);
   a.sums = reinterpret_cast<int32_t*>(memory + scales * 4);
-  a.digits = reinterpret_cast<int8_t*>(memory + scales * 4 * (1 + kDigits));
+  a.high = reinterpret_cast<High*>(memory + words);
+  a.high_count = memory + words + blocks;
+  a.digits = reinterpret_cast<int8_t*>(a.high_count + high);
   quantize_activations<kDigits>(args, a);
 
   const int64_t split = min(args.m, w.panels() >= 8 * threads() ? kMostTokens : kFewestTokens);

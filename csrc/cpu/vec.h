@@ -107,6 +107,12 @@ NIBBLE_INLINE I32 dot4(I32 acc, I32 codes, I32 digits) {
   return {_mm512_dpbusd_epi32(acc.v, codes.v, digits.v)};
 }
 
+// Every lane the largest of the eight lanes that it is in.
+NIBBLE_INLINE I32 max_of_eight(I32 a) {
+  __m512i m = _mm512_max_epi32(a.v, _mm512_shuffle_epi32(a.v, _MM_PERM_CDAB));
+  m = _mm512_max_epi32(m, _mm512_shuffle_epi32(m, _MM_PERM_BADC));
+  return {_mm512_max_epi32(m, _mm512_shuffle_i64x2(m, m, 0xb1))};
+}
 NIBBLE_INLINE __m256 halves_sum(F32 a) {
   return _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
 }
@@ -248,6 +254,12 @@ NIBBLE_INLINE I32 dot4(I32 acc, I32 codes, I32 digits) {
   return {dot4_half<kCodeBits>(acc.lo, codes.lo, digits.lo), dot4_half<kCodeBits>(acc.hi, codes.hi, digits.hi)};
 }
 
+NIBBLE_INLINE __m256i max_of_eight(__m256i a) {
+  __m256i m = _mm256_max_epi32(a, _mm256_shuffle_epi32(a, 0xb1));
+  m = _mm256_max_epi32(m, _mm256_shuffle_epi32(m, 0x4e));
+  return _mm256_max_epi32(m, _mm256_permute2x128_si256(m, m, 1));
+}
+NIBBLE_INLINE I32 max_of_eight(I32 a) { return {max_of_eight(a.lo), max_of_eight(a.hi)}; }
 NIBBLE_INLINE __m256 halves_sum(F32 a) { return _mm256_add_ps(a.lo, a.hi); }
 NIBBLE_INLINE __m256 halves_max(F32 a) { return _mm256_max_ps(a.lo, a.hi); }
 NIBBLE_INLINE __m256i halves_sum(I32 a) { return _mm256_add_epi32(a.lo, a.hi); }
@@ -357,6 +369,13 @@ NIBBLE_INLINE I32 dot4(I32 acc, I32 codes, I32 digits) {
         c[4 * i] * d[4 * i] + c[4 * i + 1] * d[4 * i + 1] + c[4 * i + 2] * d[4 * i + 2] + c[4 * i + 3] * d[4 * i + 3];
   }
   return acc;
+}
+NIBBLE_INLINE I32 max_of_eight(I32 a) {
+  for (int step = 1; step < 8; step *= 2) {
+    const I32 before = a;
+    for (int i = 0; i < kLanes; ++i) a.v[i] = before.v[i] > before.v[i ^ step] ? before.v[i] : before.v[i ^ step];
+  }
+  return a;
 }
 #undef NIBBLE_LANES
 

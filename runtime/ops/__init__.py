@@ -128,8 +128,9 @@ def linear(
           where x is bf16 (the head's logits); without `out` the result is of `dtype`, by default that of x
     activation_bits  for quantized weights: x is rounded per row and part of K to 8-, 16- or 24-bit fixed point (int8
                      digits), then the dot product is exact in int32. 24 is as accurate as an fp32 dot product. CUDA
-                     takes 8, else what x holds: 16 bits of bf16, 24 of fp32. Ignored for full weights, which take
-                     fp32 products.
+                     takes 8, else what x holds: 16 bits of bf16, 24 of fp32. On the CPU, of each part of K two blocks
+                     of 8 values whose largest stand out have 16 bits where 8 are asked for. Ignored for full weights,
+                     which take fp32 products.
     A row's result does not depend on the other rows, nor, with quantized weights or on CUDA, on how many there are.
     """
     if out is None:

@@ -280,8 +280,13 @@ def mixed(name: str) -> dict:
     return dict(bits=4, group_size=32, keep=MIXED_BY_FAMILY.get(name.partition("-")[0], MIXED))
 
 
-def save_random(name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Save a random checkpoint of a variant with `save_pretrained`; biases and norms are not trivial."""
+def save_random(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0, outlier: float | None = None
+) -> Path:
+    """Save a random checkpoint of a variant with `save_pretrained`; biases and norms are not trivial.
+
+    outlier  the gain of two channels of every norm of the residual stream, as in large models
+    """
     torch.manual_seed(seed)
     family = name.partition("-")[0]
     if family not in CONFIG_MAPPING:
@@ -298,6 +303,8 @@ def save_random(name: str, folder: Path, dtype: torch.dtype = torch.float32, see
                 value.normal_(0, 0.3)
             elif value.dim() == 1 or "_norm." in key:
                 value.uniform_(0.5, 1.5)
+                if outlier is not None and value.numel() == config.hidden_size:
+                    value[torch.randperm(value.numel())[:2]] = outlier
     model.save_pretrained(folder)
     return folder
 

@@ -140,6 +140,51 @@ def rounded_inputs(folder: Path, quantized: Path, scheme: str) -> torch.Tensor:
         return reference(torch.tensor([PROMPT])).logits[0]
 
 
+def of_bf16_error(source: Path, quantized: Path, prompts: list[list[int]]) -> list[float]:
+    """For each prompt the error of dtype auto over that of transformers in bf16: mean relative L2 of the logits."""
+    reference, ids = load_reference(source, quantized), torch.tensor(prompts)
+    with torch.inference_mode():
+        want = reference(ids).logits
+        yardstick = relative_error(reference.bfloat16()(ids).logits.float(), want).mean(-1)
+    llm = LLM(quantized, device="cpu")
+    got = torch.stack([llm.logits(prompt) for prompt in prompts])
+    return (relative_error(got, want).mean(-1) / yardstick).tolist()
+
+
+ROUNDED = {
+    "int8": dict(bits=8),
+    "int4 per row": dict(bits=4, group_size=-1),
+    **{f"int4 g{group}": dict(bits=4, group_size=group) for group in (32, 64, 128)},
+}
+
+
+@pytest.mark.parametrize("scheme", ROUNDED)
+@pytest.mark.parametrize("name", ["stories260K", "tinystories656K_bf16"])
+def test_rounded_activations_on_real_text(name: str, scheme: str, data_dir: Path, tmp_path: Path) -> None:
+    source = data_dir / "checkpoints" / name
+    quantized = tmp_path / "quantized"
+    convert(source, quantized, **ROUNDED[scheme])
+    text = (data_dir / "text" / "tinystories_sample_2MiB.txt").read_text()[:20000]
+    ids = LLM(quantized, device="cpu").tokenizer.encode(text)
+    ratios = of_bf16_error(source, quantized, [ids[at : at + 256] for at in range(0, 6 * 256, 256)])
+    print(f"{name} {scheme}: {', '.join(f'{ratio:.2f}' for ratio in ratios)} times transformers' bf16 error")
+    assert max(ratios) <= 2.0
+
+
+# A channel that stands out would take its group's steps for itself. With small gains it is just not worth a second
+# digit, with large ones its share of every product is large.
+@pytest.mark.parametrize("outlier", [4.0, 20.0, 1000.0])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gpt_neox"])
+def test_rounded_activations_with_outliers(name: str, outlier: float, tmp_path: Path) -> None:
+    source = save_random(name, tmp_path / "source", outlier=outlier)
+    for scheme, options in ROUNDED.items():
+        quantized = tmp_path / scheme
+        convert(source, quantized, **options)
+        (ratio,) = of_bf16_error(source, quantized, [PROMPT])
+        print(f"{name} {scheme}, gains of {outlier}: {ratio:.2f} times transformers' bf16 error")
+        assert ratio <= 2.0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_sources(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_random("llama", tmp_path / "source", dtype)
