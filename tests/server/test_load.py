@@ -86,7 +86,7 @@ async def asked(
 
 def test_every_answer_is_what_it_is_alone(serving: Any, folder: Path, llm: LLM) -> None:
     """With prompts' pages shared, and too few pages for all that run."""
-    server = serving(folder, "--served-model-name", "demo", "--kv-memory", "16M")
+    server = serving(folder, "--served-model-name", "demo", "--kv-memory", "5M")
     requests = kinds()
     want = [alone(llm, *request) for request in requests]
     order = random.Random(6).choices(range(KINDS), k=REQUESTS)
