@@ -1,8 +1,8 @@
 // Logits with minus infinity where a token is not allowed.
 #include <algorithm>
 
-#include "common.cuh"
 #include "mask_logits.h"
+#include "vector.cuh"
 
 namespace nibblelm::cuda {
 namespace {
