@@ -233,6 +233,13 @@ void bind_row_ops(py::module_& m) {
         Program::run(&Kernels::argmax, {pointer<float>(x), pointer<int32_t>(out), rows, columns, stride});
       },
       Unlocked());
+  m.def(
+      "mask_logits",
+      [](uintptr_t x, uintptr_t mask, uintptr_t out, int64_t rows, int64_t columns, int64_t stride) {
+        Program::run(&Kernels::mask_logits, {pointer<float>(x), pointer<uint32_t>(mask), pointer<float>(out), rows,
+                                             columns, stride, (columns + 31) / 32});
+      },
+      Unlocked());
 }
 
 // For benchmarks: what the machine can do at best.

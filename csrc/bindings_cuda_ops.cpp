@@ -9,6 +9,7 @@
 #include "cuda/attention.h"
 #include "cuda/attention_mask.h"
 #include "cuda/embedding.h"
+#include "cuda/mask_logits.h"
 #include "cuda/norm.h"
 #include "cuda/rope.h"
 #include "cuda/sampling.h"
@@ -194,6 +195,11 @@ void bind_ops(py::module_& m) {
                columns, words, groups, group_size, bits, type_of(table), multiplier},
               type_of(dtype), {at(stream), programmatic});
   });
+  m.def("mask_logits",
+        [](Address x, Address mask, Address y, Int rows, Int columns, Int x_stride, Address stream, bool programmatic) {
+          mask_logits(at<float>(x), at<std::uint32_t>(mask), at<float>(y), rows, columns, x_stride,
+                      {at(stream), programmatic});
+        });
   bind_norm(m, "layer_norm", layer_norm);
   bind_norm(m, "rms_norm", rms_norm);
   bind_rope(m);

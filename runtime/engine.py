@@ -29,6 +29,7 @@ from nibblelm.rope import rope_bytes
 from nibblelm.runner import Runner, workspace_bytes
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Scheduler
+from nibblelm.structured import Guides
 from nibblelm.tokenizer import Tokenizer, load_tokenizer
 from nibblelm.weights import CheckpointWeights, check_tensors
 
@@ -102,6 +103,7 @@ class LLM:
         self.generation_config = checkpoint.generation_config
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint.folder)
         self.bos_id, self.eos_ids = self._special_ids(checkpoint)
+        self._guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
         check_tensors(checkpoint, tensor_plan(checkpoint.config), self.config.tied)
         self.kv_pages = self._plan_pages(checkpoint, kv_memory, max_context is not None)
         self.max_context = min(self.max_context, self.kv_tokens)
@@ -283,7 +285,8 @@ class LLM:
 
     def request(self, ids: list[int], params: SamplingParams) -> Request:
         """What `engine.add` takes, for ids of `encode` and params of `resolve`. Raises RequestError."""
-        return Request(ids, params, self.tokenizer, self.config.vocab_size, self.max_context, self.eos_ids)
+        guide = self._guides.guide(params)
+        return Request(ids, params, self.tokenizer, self.config.vocab_size, self.max_context, self.eos_ids, guide)
 
     def requests(self, ids: list[int], params: SamplingParams, count: int) -> list[Request]:
         """`request` for several outputs of one prompt: a seed that was asked for counts on."""

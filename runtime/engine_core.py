@@ -180,21 +180,34 @@ async def collect(handles: Several[Handle], tick_s: float | None = None) -> Asyn
         open_handles = dict(enumerate(handles))
         while open_handles:
             news.clear()
-            batch: list[tuple[int, Any]] = []
-            for place, handle in list(open_handles.items()):
-                batch += [(place, item) for item in handle._waiting()]
-                if handle._ended:
-                    del open_handles[place]
+            batch, failure = _drained(open_handles)
             if batch or ticked:
                 ticked = False
                 yield batch
-            elif open_handles:
+            if failure is not None:
+                raise failure
+            if not batch and open_handles:
                 await news.wait()
     finally:
         if timer is not None:
             timer.cancel()
         for handle in handles:
             handle.abort()
+
+
+def _drained(handles: dict[int, Handle]) -> tuple[list[tuple[int, Any]], Exception | None]:
+    """What can be taken from each without waiting, and the first error, which stands behind it; who has ended goes."""
+    batch: list[tuple[int, Any]] = []
+    failure: Exception | None = None
+    for place, handle in list(handles.items()):
+        try:
+            for item in handle._waiting():
+                batch.append((place, item))
+        except Exception as error:
+            failure = failure or error
+        if handle._ended:
+            del handles[place]
+    return batch, failure
 
 
 class _Waker:

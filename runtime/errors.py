@@ -40,5 +40,9 @@ class RequestError(NibbleLMError):
     """A generation request is invalid: prompt too long, parameter out of range, unknown argument."""
 
 
+class SchemaError(RequestError):
+    """A JSON schema, a regular expression or a grammar for an answer cannot be followed."""
+
+
 class EngineError(NibbleLMError):
     """The engine's thread has ended, and with it every request: it was closed, or a step failed."""

@@ -50,8 +50,8 @@ class Executor:
         if plan.moved:
             self._runner.set_tables({s.slot: s.pages for s in plan.moved})
         if self._runner.device.type == "cuda":
-            flying = [s for s in plan.decodes if s.at_end and not s.owner.sampler.on_host]
-            hosted = [s for s in plan.decodes if not s.at_end or s.owner.sampler.on_host]
+            flying = [s for s in plan.decodes if s.at_end and s.owner.sampler.runs_ahead]
+            hosted = [s for s in plan.decodes if not s.at_end or not s.owner.sampler.runs_ahead]
             yield from self._fly(flying, any(c.last == c.sequence.prompt for c in plan.chunks))
         else:
             hosted = plan.decodes
@@ -89,14 +89,10 @@ class Executor:
 
     def _first_tokens(self, ended: list[tuple[Sequence, Tensor]]) -> Iterator[tuple[Sequence, Choice]]:
         """The tokens after prompts, from the logits (1, vocab) of each: all together, once the device has its work."""
-        on_device = [self._runner.device.type == "cuda" and not s.owner.sampler.on_host for s, _ in ended]
-        for choose, device in ((_choose_on_device, True), (_choose, False)):
-            members = [pair for pair, own in zip(ended, on_device, strict=True) if own is device]
-            if members:
-                choices = choose([s.owner.sampler for s, _ in members], torch.cat([row for _, row in members]))
-                for (s, _), choice in zip(members, choices, strict=True):
-                    s.owner.prompt_done(s.reused)
-                    yield s, choice
+        if ended:
+            for s, choice in _chosen([s for s, _ in ended], torch.cat([row for _, row in ended])):
+                s.owner.prompt_done(s.reused)
+                yield s, choice
 
     def _decode(self, members: list[Sequence]) -> Iterator[tuple[Sequence, Choice]]:
         logits = self._runner.decode(*self._rows(members))[: len(members)]
@@ -105,7 +101,7 @@ class Executor:
             self._scheduler.advance(s, s.computed + 1)
         if len(due) < len(members):
             logits = logits[[i for i, _ in due]]
-        yield from zip((s for _, s in due), _choose([s.owner.sampler for _, s in due], logits), strict=True)
+        yield from _chosen([s for _, s in due], logits)
 
     def _fly(self, wanted: list[Sequence], more_to_come: bool) -> Iterator[tuple[Sequence, Choice]]:
         """A step of the flight. When its members change, the step that it is ahead is used up first."""
@@ -165,19 +161,45 @@ def _launches(chunks: Iterable[Chunk], room: int) -> Iterator[list[Chunk]]:
         yield together
 
 
+def _chosen(members: list[Sequence], logits: Tensor) -> Iterator[tuple[Sequence, Sampled | RequestError]]:
+    """The next token of each sequence, from its row of logits (M, vocab), or why there is none: drawn on the device
+    where that can be."""
+    on_device = [logits.device.type == "cuda" and not s.owner.sampler.on_host for s in members]
+    for choose, device in ((_choose_on_device, True), (_choose, False)):
+        rows = [i for i, own in enumerate(on_device) if own is device]
+        if rows:
+            part = logits if len(rows) == len(members) else logits[rows]
+            yield from zip(
+                (members[i] for i in rows), choose([members[i].owner.sampler for i in rows], part), strict=True
+            )
+
+
 def _choose_on_device(samplers: list[Sampler], logits: Tensor) -> list[Sampled | RequestError]:
     """`_choose` by the kernel that draws the tokens to come."""
+    failed: dict[int, RequestError] = {}
+    if any(sampler.guide is not None for sampler in samplers):
+        masks = torch.full((len(samplers), -(-logits.shape[1] // 32)), -1, dtype=torch.int32)
+        for i, sampler in enumerate(samplers):
+            try:
+                masks[i] = masks[i] if sampler.guide is None else sampler.allowed()[0]
+            except RequestError as error:
+                failed[i] = error
+        logits = ops.mask_logits(logits, masks.to(logits.device))
     state = device_sampling(samplers, logits.shape[1])
     moved = {
         f.name: t.to(logits.device) for f in dataclasses.fields(state) if (t := getattr(state, f.name)) is not None
     }
     tokens: list[int] = ops.sample(logits, dataclasses.replace(state, **moved)).tolist()
-    return [_accepted(sampler, token) for sampler, token in zip(samplers, tokens, strict=True)]
+    drawn = zip(samplers, tokens, strict=True)
+    return [failed.get(i) or _accepted(sampler, token) for i, (sampler, token) in enumerate(drawn)]
 
 
 def _accepted(sampler: Sampler, token: int) -> Sampled | RequestError:
     """What the device chose: below 0 where no logit is finite."""
-    return unusable_logits("not finite") if token < 0 else sampler.accept(token)
+    try:
+        return unusable_logits("not finite") if token < 0 else sampler.accept(token)
+    except RequestError as error:  # of its guide
+        return error
 
 
 def _choose(samplers: list[Sampler], logits: Tensor) -> list[Sampled | RequestError]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from nibblelm.errors import RequestError
 from nibblelm.sampler import Sampled, Sampler, token_logprobs
 from nibblelm.sampling_params import SamplingParams
+from nibblelm.structured import Guide
 from nibblelm.tokenizer import TextStream, Tokenizer
 
 FinishReason = Literal["stop", "length", "error"]
@@ -89,6 +90,7 @@ class Request:
         vocab_size: int,
         context: int,
         end_ids: set[int],
+        guide: Guide | None = None,
     ) -> None:
         room = context - len(ids)
         if room < 1:
@@ -100,7 +102,7 @@ class Request:
             "context" if room < wanted or params.max_tokens == -1 else "max_tokens"
         )
         self.ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else end_ids)
-        self.sampler = Sampler(params, vocab_size, ids, self.ends)
+        self.sampler = Sampler(params, vocab_size, ids, self.ends, guide)
         self.text = None if tokenizer is None else TextStream(tokenizer, params.stop or (), params.skip_special_tokens)
         self.sampled: list[Sampled] = []
         self.every_row = params.prompt_logprobs is not None

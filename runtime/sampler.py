@@ -1,6 +1,7 @@
 """From logits to the next token, in the order of transformers' generate, with repeatable random numbers.
 
 Order (transformers 5, `GenerationMixin._get_logits_processor`):
+  0. what a guide does not allow is -inf
   1. logit bias (its sequence_bias stands first, so a biased logit is penalised like any other)
   2. repetition penalty over prompt and output: a seen token's logit is multiplied if negative, else divided
   3. frequency and presence penalties over the output: logit - frequency * count - presence * (count > 0);
@@ -28,9 +29,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nibblelm import ops
 from nibblelm.errors import RequestError
 from nibblelm.ops import SamplingState
 from nibblelm.sampling_params import SamplingParams
+from nibblelm.structured import Guide
 
 MASK32 = 0xFFFFFFFF
 
@@ -77,7 +80,7 @@ class Sampler:
     """Draws the tokens of one sequence.
 
     vocab_size is the width of the logits; prompt_ids are what the repetition penalty counts besides the output, end_ids
-    what `min_tokens` holds back.
+    what `min_tokens` holds back; `guide` says which tokens may come.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Sampler:
         vocab_size: int,
         prompt_ids: Sequence[int] = (),
         end_ids: Collection[int] = (),
+        guide: Guide | None = None,
     ) -> None:
         self.params = params = params.resolve({})
         # 48 random bits: large enough, and exact as a JSON number everywhere
@@ -100,6 +104,7 @@ class Sampler:
         counted = params.frequency_penalty or params.presence_penalty
         self._output = _Counts(()) if counted else None
         self._ends = np.array([i for i in end_ids if i < vocab_size], np.int64)
+        self.guide, self._end_ids = guide, end_ids
 
     @property
     def takes_argmax(self) -> bool:
@@ -112,16 +117,24 @@ class Sampler:
         return self.params.logprobs is not None or self._holds_ends
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether a device may draw a token before the host has seen the one before it."""
+        return self.guide is None and not self.on_host
+
+    @property
     def _holds_ends(self) -> bool:
         return self.position < self.params.min_tokens and self._ends.size > 0
 
     @property
     def _changes_logits(self) -> bool:
-        return self._seen is not None or self._output is not None or self._bias_ids.size > 0 or self._holds_ends
+        counted = self._seen is not None or self._output is not None
+        return counted or self._bias_ids.size > 0 or self._holds_ends or self.guide is not None
 
     def accept(self, token_id: int) -> Sampled:
         """Take a token that the device chose: the argmax where `takes_argmax`, else the draw of `device_sampling`."""
         self.position += 1
+        if self.guide is not None and token_id not in self._end_ids:
+            self.guide.accept(token_id)
         for counts in (self._seen, self._output):
             if counts is not None:
                 counts.add(token_id)
@@ -140,11 +153,16 @@ class Sampler:
         accepted = self.accept(token_id)
         return accepted if self.params.logprobs is None else token_logprobs(raw, token_id, self.params.logprobs)
 
+    def allowed(self) -> Tensor:
+        """The mask (1, ceil(V / 32)) of `ops.mask_logits` for the next token, with a guide. Raises SchemaError."""
+        assert self.guide is not None
+        return torch.from_numpy(self.guide.mask())[None]
+
     def _processed(self, logits: Tensor) -> Tensor:
         """Steps 1 to 3 of the order above."""
         if not self._changes_logits:
             return logits
-        logits = logits.clone()
+        logits = logits.clone() if self.guide is None else ops.mask_logits(logits[None], self.allowed())[0]
         x = logits.numpy()  # shares memory: what is written below is in `logits`
         x[self._bias_ids] += self._bias
         if self._seen is not None:

@@ -36,6 +36,8 @@ class SamplingParams:
     ignore_eos          go on after the end-of-sequence token
     min_tokens          tokens before which neither an end token nor one of stop_token_ids is chosen; 0: off
     skip_special_tokens False: the text shows special tokens, which it leaves out otherwise
+    schema              a JSON schema (a mapping, or its text) that the answer follows; {"type": "object"}: any object
+    regex, grammar      or a regular expression (Rust's syntax), or a grammar in llguidance's form of Lark
     logprobs, prompt_logprobs   n: report the log-probability of each token and of the n most likely ones
 
     Raises RequestError with the parameter, the value it got and the range.
@@ -56,6 +58,9 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
+    schema: Mapping[str, Any] | bool | str | None = None
+    regex: str | None = None
+    grammar: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -89,6 +94,15 @@ class SamplingParams:
             isinstance(bias, Mapping) and all(_is_id(i) and _is_bias(value) for i, value in bias.items()),
             "logit_bias", self.logit_bias, "a mapping from token ids to numbers below infinity",
         )  # fmt: skip
+        _require(
+            self.schema is None or isinstance(self.schema, Mapping | bool | str),
+            "schema", self.schema, "a JSON schema as a mapping, true, false or their text",
+        )  # fmt: skip
+        for name in ("regex", "grammar"):
+            _require(isinstance(getattr(self, name), str | None), name, getattr(self, name), "text")
+        guided = [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]
+        _require(len(guided) < 2, " and ".join(guided), "given", "one of schema, regex and grammar")
+        _require(not (guided and self.ignore_eos), "ignore_eos", True, f"False with {guided}, which end answers")
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
 

@@ -19,7 +19,7 @@ LAYERS = [
     ["quant"],
     ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "rope", "layers"],
     ["models"],
-    "shapes runner sampling_params sampler stats benchmark prompts request".split()
+    "shapes runner sampling_params sampler stats structured benchmark prompts request".split()
     + "scheduler executor engine_core engine".split(),
     ["evaluation"],
     ["converter"],

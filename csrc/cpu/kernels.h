@@ -124,6 +124,13 @@ struct ArgmaxArgs {
   int64_t m, n, stride;
 };
 
+struct MaskArgs {
+  const float* x;        // (m, n), stride
+  const uint32_t* mask;  // (m, words), bit i % 32 of word i / 32 for column i
+  float* out;            // (m, n), contiguous: -infinity where the bit is 0
+  int64_t m, n, stride, words;
+};
+
 struct ReadArgs {
   const void* memory;
   int64_t bytes;
@@ -150,6 +157,7 @@ struct Kernels {
   void (*softmax)(const RowsArgs&);
   void (*log_softmax)(const RowsArgs&);
   void (*argmax)(const ArgmaxArgs&);
+  void (*mask_logits)(const MaskArgs&);
   void (*read_memory)(const ReadArgs&);         // as fast as it can
   void (*multiply_bytes)(const MultiplyArgs&);  // items x steps of the dot product instruction, from registers
 };

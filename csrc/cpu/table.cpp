@@ -17,11 +17,12 @@ void embedding(const EmbeddingArgs&);
 void softmax(const RowsArgs&);
 void log_softmax(const RowsArgs&);
 void argmax(const ArgmaxArgs&);
+void mask_logits(const MaskArgs&);
 void read_memory(const ReadArgs&);
 void multiply_bytes(const MultiplyArgs&);
 
-extern const Kernels kernels{quantize_range, quantized_linear, full_linear, rms_norm,      layer_norm, add,
-                             rope,           kv_append,        attention,   activate,      embedding,  softmax,
-                             log_softmax,    argmax,           read_memory, multiply_bytes};
+extern const Kernels kernels{quantize_range, quantized_linear, full_linear, rms_norm,    layer_norm,    add,
+                             rope,           kv_append,        attention,   activate,    embedding,     softmax,
+                             log_softmax,    argmax,           mask_logits, read_memory, multiply_bytes};
 
 }  // namespace nibblelm::NIBBLE_ISA

@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raw", action="store_true", help="do not apply the chat template")
     parser.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--json-schema", type=Path, metavar="FILE", help="answer in JSON that follows this schema")
     add_sampling_arguments(parser)
 
 
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = _prompt(args)
     llm = load_model(args)
     params = sampling_params(args)
+    if args.json_schema is not None:
+        params = dataclasses.replace(params, schema=_text(args.json_schema.read_bytes(), str(args.json_schema)))
     messages = _messages(llm, prompt, args)
     print_load(llm)
     pieces = llm.stream(prompt, params) if messages is None else llm.stream_chat(messages, params)
@@ -67,12 +70,18 @@ def _prompt(args: argparse.Namespace) -> str:
     if args.file is None and sys.stdin is None:
         raise RequestError("-p - reads standard input, which is closed; give -p TEXT or -f FILE")
     data = sys.stdin.buffer.read() if args.file is None else Path(args.file).read_bytes()
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        where = f"{args.file or 'standard input'}, byte {error.start}"
-        raise RequestError(f"{where}: {data[error.start]:#04x} is not UTF-8; convert the text to UTF-8") from error
+    text = _text(data, args.file or "standard input")
     return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
+
+
+def _text(data: bytes, name: str) -> str:
+    from nibblelm.errors import RequestError
+
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        where = f"{name}, byte {error.start}"
+        raise RequestError(f"{where}: {data[error.start]:#04x} is not UTF-8; convert the text to UTF-8") from error
 
 
 def _messages(llm: "LLM", prompt: str, args: argparse.Namespace) -> list[dict[str, Any]] | None:

@@ -333,6 +333,12 @@ def argmax(x: Tensor) -> Tensor:
     return backend(x.device).argmax(x)
 
 
+def mask_logits(x: Tensor, mask: Tensor) -> Tensor:
+    """x (M, V) fp32 with -inf where a token is not allowed, a new tensor; mask (M, ceil(V / 32)) int32, contiguous:
+    bit v % 32 of word v // 32 says whether v is."""
+    return backend(x.device).mask_logits(x, mask)
+
+
 def sample(
     logits: Tensor,
     state: SamplingState,

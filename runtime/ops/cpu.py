@@ -364,6 +364,17 @@ def argmax(x: Tensor) -> Tensor:
     return _map_rows(_cpu.argmax, x, torch.empty(x.shape[0], dtype=torch.int32))
 
 
+def mask_logits(x: Tensor, mask: Tensor) -> Tensor:
+    if mask.shape != (x.shape[0], -(-x.shape[1] // 32)) or mask.dtype != torch.int32 or not mask.is_contiguous():
+        raise ValueError(f"mask is {_describe(mask)}; supported: a bit for each of {_describe(x)}, int32, contiguous")
+
+    def kernel(x_at: int, out_at: int, rows: int, columns: int, stride: int) -> None:
+        _cpu.mask_logits(x_at, mask.data_ptr(), out_at, rows, columns, stride)
+        keep(mask)
+
+    return _map_rows(kernel, x, torch.empty(x.shape))
+
+
 # ---------------------------------------------------------------------------------------------- without kernels
 
 

@@ -27,6 +27,7 @@ gelu = on_card(cuda_ops.gelu)
 kv_append = on_card(cuda_ops.kv_append)
 layer_norm = on_card(cuda_ops.layer_norm)
 log_softmax = on_card(cuda_ops.log_softmax)
+mask_logits = on_card(cuda_sample.mask_logits)
 rms_norm = on_card(cuda_ops.rms_norm)
 rope = on_card(cuda_ops.rope)
 rope_append = on_card(cuda_ops.rope_append)
@@ -56,6 +57,7 @@ __all__ = [
     "linear",
     "linear_chain",
     "log_softmax",
+    "mask_logits",
     "norm_linear",
     "pack_linear",
     "programmatic_launch",

@@ -34,3 +34,15 @@ def sample(
     )  # fmt: skip
     kernels.sample(args, *launch_args())
     return ids
+
+
+def mask_logits(x: Tensor, mask: Tensor) -> Tensor:
+    words = (x.shape[0], -(-x.shape[1] // 32))
+    require_arguments(
+        x.dtype == torch.float32 and x.stride(1) == 1 and mask.shape == words and mask.dtype == torch.int32
+        and mask.is_contiguous(),
+        "mask_logits", f"x (M, V) fp32, mask {words} int32", x, mask,
+    )  # fmt: skip
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    kernels.mask_logits(x.data_ptr(), mask.data_ptr(), y.data_ptr(), *x.shape, x.stride(0), *launch_args())
+    return y

@@ -170,6 +170,12 @@ def argmax(x: Tensor) -> Tensor:
     return torch.where(x == highest, columns, x.shape[-1]).min(-1).values.int()
 
 
+def mask_logits(x: Tensor, mask: Tensor) -> Tensor:
+    columns = torch.arange(x.shape[1])
+    allowed = mask[:, columns // 32] >> (columns % 32) & 1
+    return torch.where(allowed == 1, x, -torch.inf)
+
+
 def philox_uniform(seed: int, step: int) -> float:
     """Word 0 of Philox-4x32-10 (Salmon et al. 2011) at counter `step` under key `seed`, over 2**32."""
     c, k = [step & 0xFFFFFFFF, step >> 32, 0, 0], [seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF]
@@ -249,6 +255,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "log_softmax",
+    "mask_logits",
     "relu",
     "rms_norm",
     "rope",

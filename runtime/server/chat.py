@@ -48,10 +48,6 @@ def read_chat(f: Fields, generation_config: dict[str, Any]) -> Chat:
     unasked = generation_config.get("max_new_tokens") or -1
     common = read_common(f, unasked if asked is None else asked, _logprobs(f))
     f.take("modalities", '["text"]', lambda v: v == ["text"])
-    text = f.object("response_format")
-    if text is not None:
-        text.choice("type", "text", required=True)
-        text.end()
     f.end()
     offered = [] if choice == "none" else tools
     names = [tool["function"]["name"] for tool in offered]

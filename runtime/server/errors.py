@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nibblelm.errors import EngineError, NibbleLMError, printable
+from nibblelm.errors import EngineError, NibbleLMError, SchemaError, printable
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -39,4 +39,6 @@ def as_api_error(error: NibbleLMError, param: str | None = None) -> ApiError:
     """What an error of the package means to a client: its own mistake, or the end of the engine."""
     if isinstance(error, EngineError):
         return ApiError(503, str(error), code="engine_ended")
+    if isinstance(error, SchemaError):
+        return ApiError(422, str(error), param="response_format", code="unsupported_schema")
     return ApiError(400, str(error), param=param)

@@ -25,6 +25,7 @@ class Common:
 
 def read_common(f: Fields, max_tokens: int | None, logprobs: int | None) -> Common:
     """Take the fields that both endpoints have; the two that they name differently are passed in."""
+    guided = _guided(f)
     stream = f.flag("stream")
     stream_options = f.object("stream_options")
     if stream_options is not None and not stream:
@@ -50,12 +51,47 @@ def read_common(f: Fields, max_tokens: int | None, logprobs: int | None) -> Comm
         seed=None if seed is None else seed % 2**64,
         stop=f.strings("stop", MOST_STOPS, LONGEST_STOP),
         stop_token_ids=_ids(f, "stop_token_ids", MOST_STOPS),
-        ignore_eos=f.flag("ignore_eos"),
+        ignore_eos=_ignore_eos(f, bool(guided)),
         min_tokens=f.integer("min_tokens", 0, MOST_TOKENS) or 0,
         skip_special_tokens=f.take("skip_special_tokens", "true or false", lambda v: isinstance(v, bool)) is not False,
         logprobs=logprobs,
+        **guided,
     )
     return Common(params, n, stream, usage)
+
+
+def _guided(f: Fields) -> dict[str, Any]:
+    """What the answer has to follow: response_format, or one of the extensions regex and grammar."""
+    given: dict[str, Any] = {name: value for name in ("regex", "grammar") if (value := f.text(name)) is not None}
+    form = f.object("response_format")
+    if form is not None:
+        match form.choice("type", "text", "json_object", "json_schema", required=True):
+            case "json_object":
+                given["schema"] = {"type": "object"}
+            case "json_schema":
+                given["schema"] = _schema(form)
+        form.end()
+    if len(given) > 1:
+        f.refuse("response_format", sorted(given), "one of response_format, regex and grammar")
+    return given
+
+
+def _schema(form: Fields) -> dict[str, Any]:
+    described = form.object("json_schema")
+    if described is None:
+        form.refuse("json_schema", None, "an object with name and schema")
+    described.labels("name", "description")
+    described.flag("strict")  # every schema is followed strictly
+    schema = described.take("schema", "a JSON schema", lambda v: isinstance(v, dict), required=True)
+    described.end()
+    return schema
+
+
+def _ignore_eos(f: Fields, guided: bool) -> bool:
+    wanted = f.flag("ignore_eos")
+    if wanted and guided:
+        f.refuse("ignore_eos", True, "false where the answer follows a schema, which ends it")
+    return wanted
 
 
 def _logit_bias(f: Fields) -> dict[int, float] | None:

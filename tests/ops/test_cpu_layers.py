@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -262,6 +263,22 @@ def test_argmax(isa: str, width: int) -> None:
     got = ops.argmax(x)
     assert got.dtype == torch.int32
     assert torch.equal(got.long(), first)
+
+
+@pytest.mark.parametrize("width", SIZES)
+def test_mask_logits(isa: str, width: int) -> None:
+    """Words of all kinds, a last one that is not whole, rows with a stride; NaN that is not allowed is gone."""
+    x = torch.cat([rows(width), torch.zeros(6, 3)], 1)[:, :width]
+    allowed = torch.rand(6, width, generator=torch.Generator().manual_seed(width)) < 0.5
+    allowed[0], allowed[1] = True, False
+    x[1, 0] = torch.nan
+    padded = np.pad(allowed.numpy(), ((0, 0), (0, -width % 32)))
+    mask = torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32).copy())
+    want = np.where(allowed.numpy(), x.numpy(), -np.inf)
+    assert np.array_equal(ops.mask_logits(x, mask).numpy(), want, equal_nan=True)
+    assert np.array_equal(reference.mask_logits(x, mask).numpy(), want, equal_nan=True)
+    with pytest.raises(ValueError, match="supported: a bit for each"):
+        ops.mask_logits(x, mask.long())
 
 
 def test_argmax_never_picks_nan(isa: str) -> None:

@@ -53,6 +53,16 @@ def test_tokens_of_the_reference(vocab: int, filters: dict[str, float]) -> None:
     assert there.steps.tolist() == [3, 3, 3]
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("vocab", [1, 17, 331, 5000, 151936])
+def test_mask_logits(vocab: int) -> None:
+    g = torch.Generator().manual_seed(vocab)
+    x = torch.randn(5, vocab + 3, generator=g)[:, :vocab]
+    mask = torch.randint(-(2**31), 2**31, (5, -(-vocab // 32)), generator=g).int()
+    got = ops.mask_logits(x.to(DEVICE), mask.to(DEVICE))
+    assert torch.equal(got.cpu(), reference.mask_logits(x, mask))
+
+
 @pytest.mark.parametrize("filters", FILTERS[1:7])
 def test_many_draws_and_ties(filters: dict[str, float]) -> None:
     """4,000 draws of logits in whole steps, so that filters cut among equals; at most one may differ by rounding."""

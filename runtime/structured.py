@@ -1,0 +1,146 @@
+"""Answers that follow a JSON schema, a regular expression or a grammar, token by token (llguidance).
+
+JSON is written with ", " and ": " and no other white space, so that a schema whose parts are all bounded bounds the
+answer. What a schema may cost is limited: its size here, compilation and every mask by llguidance's counters, which
+count steps and not seconds, so that the same request fails or not on every machine.
+"""
+
+import json
+import threading
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from nibblelm.errors import SchemaError
+from nibblelm.sampling_params import SamplingParams
+from nibblelm.tokenizer import Tokenizer
+
+LONGEST = 1 << 16
+"""Characters of a schema, an expression or a grammar."""
+
+KNOWN = 32
+"""Grammars that are kept: several outputs of a prompt, and a client's requests, share one."""
+
+_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Guide:
+    """Where one output stands in its grammar, and which tokens may come next."""
+
+    def __init__(self, matcher: Any, words: int) -> None:
+        self._matcher, self._words = matcher, words
+        self._mask: np.ndarray | None = None
+
+    def copy(self) -> "Guide":
+        """Another output at the same place."""
+        copy = Guide(self._matcher.deep_copy(), self._words)
+        copy._mask = self._mask
+        return copy
+
+    def mask(self) -> np.ndarray:
+        """Bit v % 32 of word v // 32, int32 (ceil(V / 32),): whether token v may come. Raises SchemaError."""
+        if self._mask is None:
+            mask = np.zeros(self._words, np.int32)
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._check()
+            self._mask = mask
+        return self._mask
+
+    def accept(self, token_id: int) -> None:
+        """Take the token that came. Raises SchemaError for one that may not."""
+        self._mask = None
+        self._matcher.consume_token(token_id)
+        self._check()
+
+    def _check(self) -> None:
+        if error := self._matcher.get_error():
+            raise SchemaError(f"the schema or grammar cannot be followed: {_first_line(error)}")
+
+
+class Guides:
+    """Makes guides for one model, from any thread. The first takes as long as reading the vocabulary does."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, end_ids: Collection[int]) -> None:
+        self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
+        self._lock = threading.Lock()
+        self._made: Any = None
+        self._known: dict[tuple[str, str], Guide] = {}  # the newest last
+
+    def guide(self, params: SamplingParams) -> Guide | None:
+        """The beginning of what `params` ask for, None if that is nothing.
+
+        Raises SchemaError for what does not parse, is not supported or is too large.
+        """
+        asked = {name: getattr(params, name) for name in ("schema", "regex", "grammar")}
+        asked = {name: value for name, value in asked.items() if value is not None}
+        if not asked:
+            return None
+        ((name, value),) = asked.items()
+        try:
+            text = value if isinstance(value, str) else json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise SchemaError(f"the {name} is no JSON value: {error}") from error
+        if len(text) > LONGEST:
+            raise SchemaError(f"the {name} has {len(text)} characters; supported: at most {LONGEST}")
+        if (guide := self._known.get((name, text))) is None:
+            guide = self._compiled(name, text)
+            with self._lock:
+                if len(self._known) >= KNOWN:
+                    del self._known[next(iter(self._known))]
+                self._known[name, text] = guide
+        return guide.copy()
+
+    def _compiled(self, name: str, text: str) -> Guide:
+        vocabulary = self._vocabulary()
+        from llguidance import LLMatcher
+
+        try:
+            if name == "schema":
+                grammar = LLMatcher.grammar_from_json_schema(text, overrides=_JSON)  # type: ignore[arg-type]
+            else:
+                grammar = getattr(LLMatcher, "grammar_from_lark" if name == "grammar" else "grammar_from_regex")(text)
+        except ValueError as error:
+            raise SchemaError(f"the {name} cannot be read: {_first_line(str(error))}") from error
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        if error := matcher.get_error():
+            raise SchemaError(f"the {name} cannot be followed: {_first_line(error)}")
+        guide = Guide(matcher, -(-self._vocab_size // 32))
+        guide.mask()  # the first is the dearest, and whoever compiles waits for nobody
+        return guide
+
+    def _vocabulary(self) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = self._read()
+            return self._made
+
+    def _read(self) -> Any:
+        if self._tokenizer is None or not self._end_ids:
+            raise SchemaError("a schema needs a model with a tokenizer and an end token; this folder lacks one")
+        try:
+            from llguidance import LLTokenizer, TokenizerWrapper  # type: ignore[attr-defined]
+        except ImportError as error:
+            raise SchemaError("a schema needs llguidance; install it with pip install 'nibblelm[serve]'") from error
+        words = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._end_ids[0]))
+        return LLTokenizer(words, n_vocab=self._vocab_size, eos_token=self._end_ids)
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance reads it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = end_id, tokenizer.bos_id
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        self.special_token_ids = [i for i in range(vocab_size) if tokenizer.is_special(i)]
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("text alone is encoded")
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _first_line(error: str) -> str:
+    """llguidance ends its messages with the state of its parser."""
+    return error.partition("\n<state>")[0].strip()[:500]

@@ -1,0 +1,155 @@
+"""Answers that follow a schema: all of them validate, by jsonschema, and nobody else is disturbed."""
+
+import json
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from nibblelm import LLM, SamplingParams
+from nibblelm.errors import RequestError, SchemaError
+
+DEMO = Path(__file__).resolve().parents[2] / "demo" / "stories-7m"
+PROMPT = "Once upon a time"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    if not DEMO.is_dir():
+        pytest.skip("the demo checkpoint is not beside these tests")
+    return LLM(DEMO, device="cpu")
+
+
+def schema_of(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    """A schema whose answers are bounded: objects in objects, enums, arrays, numbers, texts with any character."""
+    kind = rng.choice(("enum", "const", "integer", "boolean", "text", "object", "array") if depth else ("enum", "text"))
+    match kind:
+        case "enum":
+            return {"enum": rng.sample(["red", "grün", "☀", 7, None, True, "a b"], 3)}
+        case "const":
+            return {"const": {"x": [1, "é"]}}
+        case "integer":
+            return {"type": "integer", "minimum": -5, "maximum": rng.choice((0, 7, 1200))}
+        case "boolean":
+            return {"type": ["boolean", "null"]}
+        case "text":
+            return {"type": "string", "minLength": rng.randrange(3), "maxLength": 8}
+        case "array":
+            return {"type": "array", "items": schema_of(rng, depth - 1), "minItems": 1, "maxItems": 3}
+    names = rng.sample(["name", "größe", "tags", "x y"], rng.randrange(1, 4))
+    properties = {name: schema_of(rng, depth - 1) for name in names}
+    required = [name for name in names if rng.random() < 0.7]
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def test_a_hundred_schemas_validate(llm: LLM) -> None:
+    schemas = [schema_of(random.Random(seed)) for seed in range(100)]
+    params = [
+        SamplingParams(schema=schema, temperature=1, top_p=1, seed=seed, max_tokens=400)
+        for seed, schema in enumerate(schemas)
+    ]
+    outputs = llm.generate([PROMPT] * 100, params)
+    for schema, output in zip(schemas, outputs, strict=True):
+        assert (output.finish_reason, output.error) == ("stop", None), (schema, output.text)
+        jsonschema.validate(json.loads(output.text), schema)
+    alone = [llm.generate(PROMPT, one).token_ids for one in params[:10]]
+    assert alone == [output.token_ids for output in outputs[:10]]
+
+
+def test_any_object_expressions_and_grammars(llm: LLM) -> None:
+    sampled = dict(temperature=1, seed=3, max_tokens=60)
+    as_text = llm.generate(PROMPT, schema='{"enum": ["yes", "no"]}', **sampled)
+    assert json.loads(as_text.text) in ("yes", "no")
+    date = llm.generate(PROMPT, regex="[0-9]{4}-[01][0-9]-[0-3][0-9]", **sampled)
+    assert re.fullmatch("[0-9]{4}-[01][0-9]-[0-3][0-9]", date.text)
+    sums = llm.generate(PROMPT, grammar='start: N ("+" N){2}\nN: /[0-9]{1,3}/', **sampled)
+    assert re.fullmatch(r"[0-9]{1,3}(\+[0-9]{1,3}){2}", sums.text)
+    assert llm.generate(PROMPT, schema={"type": "object"}, **sampled).text.startswith("{")
+
+
+def test_beside_penalties_bias_log_probabilities_and_streams(llm: LLM) -> None:
+    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3, "maxItems": 3}
+    options = dict(schema=schema, seed=5, repetition_penalty=1.5, frequency_penalty=1, logit_bias={7: 90}, top_k=40)
+    want = llm.generate(PROMPT, **options)
+    jsonschema.validate(json.loads(want.text), schema)
+    scored = llm.generate(PROMPT, logprobs=2, **options)
+    assert scored.token_ids == want.token_ids
+    free = llm.logits(llm.encode(PROMPT))[-1].log_softmax(-1)
+    assert scored.logprobs is not None
+    assert scored.logprobs[0].logprob == pytest.approx(float(free[want.token_ids[0]]), abs=1e-4)  # before the mask
+    assert "".join(piece.text for piece in llm.stream(PROMPT, SamplingParams(**options))) == want.text
+    unfinished = llm.generate(PROMPT, max_tokens=2, **options)
+    assert unfinished.finish_reason == "length"
+
+
+HOSTILE: list[tuple[dict[str, Any], str]] = [
+    (dict(schema={"type": "strange"}), "Invalid type"),
+    (dict(schema={"not": {}}), "Unimplemented keys"),
+    (dict(schema="{"), "cannot be read"),
+    (dict(schema={"enum": [f"x{i}" for i in range(20_000)]}), "at most 65536"),
+    (dict(schema={"$ref": "http://localhost/schema"}), "cannot be followed"),
+    (
+        dict(schema={"allOf": [{"anyOf": [{"required": [f"{i}{j}"]} for j in range(9)]} for i in range(9)]}),
+        "cannot be followed",
+    ),
+    (dict(regex="["), "invalid regex"),
+    (dict(grammar="start: nothing"), "unknown name"),
+    (dict(grammar="start: start"), "cannot be followed"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), HOSTILE, ids=range(len(HOSTILE)))
+def test_what_cannot_be_followed_fails_alone_and_soon(options: dict[str, Any], message: str, llm: LLM) -> None:
+    want = llm.generate(PROMPT, temperature=0, max_tokens=8).text
+    begun = time.process_time()
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        llm.generate(PROMPT, max_tokens=8, **options)
+    assert time.process_time() - begun < 5
+    assert llm.generate(PROMPT, temperature=0, max_tokens=8).text == want
+
+
+def test_expressions_that_look_costly_are_none(llm: LLM) -> None:
+    begun = time.process_time()
+    for regex in ("((a{1,999}){1,999}){1,999}b", "(.*a){30}", ".*a.{20}"):
+        assert llm.generate(PROMPT, regex=regex, max_tokens=8, seed=1).error is None
+    assert time.process_time() - begun < 5
+
+
+def test_deep_schemas(llm: LLM) -> None:
+    deep: Any = {"type": "integer"}
+    for _ in range(5000):
+        deep = {"items": deep}
+    with pytest.raises(SchemaError, match=r"no JSON value|characters|cannot be"):
+        llm.generate(PROMPT, schema=deep)
+
+
+def test_a_guide_that_fails_on_the_way_ends_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(schema={"type": "string", "minLength": 50}, seed=1)
+    request, other = llm.request(llm.encode(PROMPT), llm.resolve(params, {})), llm.submit("The", max_tokens=30, seed=1)
+    assert request.sampler.guide is not None
+
+    def broken() -> None:
+        raise SchemaError("too much")
+
+    handle = llm.engine.add(request)
+    stream = handle.tokens()
+    next(stream)
+    monkeypatch.setattr(request.sampler.guide, "mask", broken)
+    *_, last = stream
+    assert (last.output.finish_reason, last.output.error) == ("error", "too much")
+    assert len(other.result().output.token_ids) == 30
+
+
+def test_arguments(llm: LLM) -> None:
+    for options, message in (
+        (dict(schema=3), "schema is 3"),
+        (dict(regex=3), "regex is 3"),
+        (dict(regex="a", schema={}), "one of schema, regex and grammar"),
+        (dict(regex="a", ignore_eos=True), "ignore_eos is True"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            llm.generate(PROMPT, **options)

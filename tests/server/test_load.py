@@ -1,0 +1,237 @@
+"""Under load: every answer is what it is alone, and requests that make no sense harm nobody."""
+
+import asyncio
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from nibblelm import LLM, SamplingParams
+
+REQUESTS, KINDS, CONCURRENCY = 200, 40, 64
+BAD = 500
+WORDS = ["the dog", "a little girl", "Lily", "the sea ☀", "one day", "\n", "was very", "happy", ".", "Ben ran"]
+
+
+def kinds() -> list[tuple[bool, Any, dict[str, Any]]]:
+    """(chat, prompt, sampling): prompts that share beginnings of a page and more, in all kinds of sampling."""
+    rng = random.Random(5)
+    bases = [" ".join(rng.choices(WORDS, k=90)) for _ in range(3)]
+    sampling: list[dict[str, Any]] = [
+        dict(temperature=0),
+        dict(temperature=1.0, top_p=1.0),
+        dict(temperature=0.8, top_p=0.9, top_k=50),
+        dict(temperature=0.9, min_p=0.02, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2),
+        dict(temperature=0.7, logprobs=2),
+        dict(temperature=0.9, stop=["was", "."]),
+        dict(temperature=1.0, logit_bias={5: 4.0, 9: -100.0}, min_tokens=10),
+    ]
+    made = []
+    for i in range(KINDS):
+        prompt = rng.choice(bases)[: rng.choice((40, 250, 400))] + " ".join(rng.choices(WORDS, k=rng.randrange(4)))
+        made.append(
+            (i % 3 == 0, prompt, sampling[i % len(sampling)] | dict(seed=i, max_tokens=rng.choice((3, 20, 60))))
+        )
+    return made
+
+
+def alone(llm: LLM, chat: bool, prompt: str, options: dict[str, Any]) -> tuple[str, list[float]]:
+    params = SamplingParams(**options)
+    output = llm.chat([{"role": "user", "content": prompt}], params) if chat else llm.generate(prompt, params)
+    return output.text, [one.logprob or 0.0 for one in output.logprobs or []]
+
+
+async def asked(
+    client: openai.AsyncOpenAI, chat: bool, prompt: str, options: dict[str, Any], stream: bool
+) -> tuple[str, list[float]]:
+    known = (
+        "temperature",
+        "top_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "stop",
+        "seed",
+        "max_tokens",
+        "logit_bias",
+    )
+    given: dict[str, Any] = {name: options[name] for name in known if name in options}
+    given["extra_body"] = {name: options[name] for name in options if name not in (*known, "logprobs")}
+    text, scores = "", []
+    if chat:
+        given |= dict(logprobs=True, top_logprobs=2) if "logprobs" in options else {}
+        messages: Any = [{"role": "user", "content": prompt}]
+        answer: Any = await client.chat.completions.create(model="demo", messages=messages, stream=stream, **given)
+    else:
+        given |= dict(logprobs=2) if "logprobs" in options else {}
+        answer = await client.completions.create(model="demo", prompt=prompt, stream=stream, **given)
+    chunks = [chunk async for chunk in answer] if stream else [answer]
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        if chat:
+            text += (choice.delta if stream else choice.message).content or ""
+            scores += [one.logprob for one in choice.logprobs.content] if choice.logprobs else []
+        else:
+            text += choice.text
+            scores += choice.logprobs.token_logprobs if choice.logprobs else []
+    return text, scores
+
+
+def test_every_answer_is_what_it_is_alone(serving: Any, folder: Path, llm: LLM) -> None:
+    """With prompts' pages shared, and too few pages for all that run."""
+    server = serving(folder, "--served-model-name", "demo", "--kv-memory", "5M")
+    requests = kinds()
+    want = [alone(llm, *request) for request in requests]
+    order = random.Random(6).choices(range(KINDS), k=REQUESTS)
+
+    async def everything() -> list[tuple[str, list[float]]]:
+        room = asyncio.Semaphore(CONCURRENCY)
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def one(place: int, kind: int) -> tuple[str, list[float]]:
+                async with room:
+                    return await asked(client, *requests[kind], stream=place % 2 == 0)
+
+            return await asyncio.gather(*(one(place, kind) for place, kind in enumerate(order)))
+
+    for kind, got in zip(order, asyncio.run(everything()), strict=True):
+        assert got == want[kind], requests[kind]
+    seen = server.metrics()
+    assert seen["num_preemptions_total"] > 0
+    assert seen["prefix_cache_hits_total"] > 1000
+    assert seen["kv_cache_usage_perc"] == seen["num_requests_running"] == 0
+
+
+def mutated(rng: random.Random) -> bytes:
+    """A request's JSON, made wrong: a byte, a cut, a type, a size, a depth."""
+    body: dict[str, Any] = {"prompt": "Once", "max_tokens": 2, "temperature": 0.5, "stream": False, "n": 1}
+    wrong: list[Any] = [
+        "☀" * 50,
+        -1,
+        1e308,
+        10**30,
+        [],
+        {},
+        [[[]]],
+        True,
+        "\ud800",
+        {"a": {"b": [1] * 50}},
+        [-1],
+        2**63,
+    ]
+    match rng.randrange(6):
+        case 0:
+            data = bytearray(json.dumps(body).encode())
+            for _ in range(rng.randrange(1, 6)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            return bytes(data)
+        case 1:
+            return json.dumps(body).encode()[: rng.randrange(1, 60)]
+        case 2:
+            return json.dumps(body | {rng.choice(list(body)[1:]): rng.choice(wrong)}).encode()
+        case 3:
+            return json.dumps(body | {rng.choice(["x", "é", "\ud800", "prompt ", "__proto__"]): 1}).encode()
+        case 4:
+            depth = rng.choice((10, 1000, 100_000))
+            return b'{"prompt": ' + rng.choice((b"[", b'{"a":')) * depth
+        case _:
+            huge = rng.choice(
+                (dict(n=10**9), dict(max_tokens=10**12), dict(prompt=["a"] * 5000), dict(stop=["x"] * 500))
+            )
+            return json.dumps(body | huge).encode()
+
+
+def status_of(port: int, data: bytes, half_close: bool) -> int:
+    """The status of what is answered to these bytes; 0: the connection was closed without an answer."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        answer = b""
+        try:
+            connection.sendall(data)
+            if half_close:
+                connection.shutdown(socket.SHUT_WR)
+            while b"\r\n" not in answer and (more := connection.recv(4096)):
+                answer += more
+        except ConnectionError:
+            pass
+        return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+def bad_request(rng: random.Random) -> tuple[bytes, bool]:
+    """Bytes to send, and whether to close the way to the server behind them."""
+    path = rng.choice(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/nothing", "/\xff"])
+    body = mutated(rng)
+    length = rng.choice([len(body)] * 8 + [len(body) + 5, 0, -1, 10**12, "x"])
+    kind = rng.choice(["application/json"] * 8 + ["text/plain", ""])
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: {kind}\r\ncontent-length: {length}\r\n"
+    if rng.random() < 0.1:
+        return bytes(rng.randrange(256) for _ in range(rng.randrange(1, 300))) + b"\r\n\r\n", True
+    whole = isinstance(length, int) and 0 <= length <= len(body)
+    return head.encode("latin1") + b"\r\n" + body, not whole or rng.random() < 0.1
+
+
+@pytest.mark.slow
+def test_requests_that_make_no_sense(serving: Any, folder: Path) -> None:
+    server = serving(folder)
+    rng = random.Random(7)
+    bad = [bad_request(rng) for _ in range(BAD)]
+
+    def send(requests: list[tuple[bytes, bool]]) -> list[int]:
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(lambda request: status_of(server.port, *request), requests))
+
+    send(bad)  # what is made once is made
+    before = server.memory
+    begun = time.monotonic()
+    statuses = send(bad)
+    assert time.monotonic() - begun < 60
+    odd = [status for status in statuses if status != 0 and not 400 <= status < 500]
+    assert set(odd) <= {200}  # a changed byte may leave a request that makes sense
+    assert len(odd) < BAD / 20
+    assert {0, 400, 404, 415} <= set(statuses)
+    assert server.memory < before * 1.05
+    assert server.request("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 2})[0] == 200
+    assert wait_for(lambda: server.metrics()["kv_cache_usage_perc"] == 0)
+    assert "Traceback" not in "".join(server.log)
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_clients_that_leave_at_random(server: Any, llm: LLM) -> None:
+    """Their pages come back, and those that stay get what they would get."""
+    want = llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=40)).text
+    body = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 2}
+
+    def leave(seed: int) -> None:
+        rng = random.Random(seed)
+        data = json.dumps(body | {"seed": seed, "stream": rng.random() < 0.7}).encode()
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        )
+        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+            connection.sendall((head % len(data)) + data[: rng.choice((len(data), len(data), 10))])
+            time.sleep(rng.random() * 0.2)
+
+    leaving = [threading.Thread(target=leave, args=[seed]) for seed in range(60)]
+    for thread in leaving:
+        thread.start()
+    for _ in range(3):
+        answer = server.request(
+            "POST", "/v1/completions", {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}
+        )
+        assert answer[1]["choices"][0]["text"] == want
+    for thread in leaving:
+        thread.join()
+    assert wait_for(lambda: server.metrics()["kv_cache_usage_perc"] == 0)
+    assert server.metrics()["num_requests_running"] == 0

@@ -1,0 +1,258 @@
+"""The server as a process: ready at once, keys, limits, signals, and clients that leave."""
+
+import http.client
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nibblelm import LLM
+from nibblelm.cli import main
+from nibblelm.server import listen
+
+COMMAND = [sys.executable, "-m", "nibblelm", "serve"]
+LONG = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True}
+
+
+def wait(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def opened(server: Any, path: str, body: Any) -> http.client.HTTPResponse:
+    """A response that has begun and is not read."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    assert response.status == 200
+    response.connection = connection  # type: ignore[attr-defined]  # else it is closed with the last reference
+    return response
+
+
+def left(response: http.client.HTTPResponse) -> None:
+    """The client goes away."""
+    connection = response.connection  # type: ignore[attr-defined]
+    response.close()
+    connection.close()
+
+
+def idle(server: Any) -> bool:
+    """Nothing is computed, and every page has come back."""
+    seen = server.metrics()
+    return seen["num_requests_running"] == seen["num_requests_waiting"] == seen["kv_cache_usage_perc"] == 0
+
+
+def test_ready_within_a_second_of_importing_torch(serving: Any, folder: Path) -> None:
+    """In time of the processor: others may use the machine too. One thread does it all, but for the copy of weights."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    torch_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    server = serving(folder)
+    assert server.request("GET", "/health")[:2] == (200, {"status": "ok"})
+    ticks = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    assert sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") - torch_s < 1.0
+
+
+def test_paths_methods_and_bodies(server: Any) -> None:
+    for method, path, body, headers, status, message in (
+        ("GET", "/nothing", None, {}, 404, "not found: GET /nothing"),
+        ("GET", "/v1/completions", None, {}, 405, "method not allowed"),
+        ("POST", "/v1/completions", b"{}", {"content-type": "text/plain"}, 415, "Content-Type: application/json"),
+        ("POST", "/v1/completions", b"{", {}, 400, "cannot be read as JSON"),
+        ("POST", "/v1/completions", b'{"prompt": NaN}', {}, 400, "NaN is no JSON value"),
+        ("POST", "/v1/completions", b"[" * 100_000, {}, 400, "cannot be read as JSON"),
+        ("POST", "/v1/completions", b"[]", {}, 400, "the body is []; supported: an object"),
+        ("POST", "/v1/completions", b'"' + b" " * (5 << 20), {}, 413, "more than 4194304 bytes"),
+        ("POST", "/v1/completions", {"prompt": "\ud800"}, {}, 400, "cannot be encoded"),
+        ("POST", "/v1/completions", {"prompt": "a", "\ud800": 1}, {}, 400, "is not supported here"),
+        ("POST", "/detokenize", {"tokens": [4096]}, {}, 400, "0 to 4095"),
+        ("POST", "/tokenize", {}, {}, 400, "messages is missing"),
+    ):
+        got, answer, _ = server.request(method, path, body, headers)
+        assert (got, sorted(answer["error"])) == (status, ["code", "message", "param", "type"])
+        assert message in answer["error"]["message"]
+
+
+def test_tokens_are_those_of_the_model(server: Any, llm: LLM) -> None:
+    text = "Lily & Ben, ☀"
+    assert server.request("POST", "/tokenize", {"prompt": text})[1]["tokens"] == llm.encode(text)
+    bare = server.request("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})[1]["tokens"]
+    assert [llm.bos_id, *bare] == llm.encode(text)
+    assert server.request("POST", "/detokenize", {"tokens": bare})[1] == {"prompt": text}
+
+
+def test_keys_and_origins(serving: Any, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("second\n\nthird\n")
+    server = serving(folder, "--api-key", "first", "--api-key-file", str(tmp_path / "keys"), "--cors", "http://page")
+    assert server.request("GET", "/health")[0] == 200
+    for path in ("/v1/models", "/metrics"):
+        for given in (None, "Bearer wrong", "Basic first", "first", "Bearer firs", "Bearer "):
+            status, body, headers = server.request(
+                "GET", path, headers={} if given is None else {"authorization": given}
+            )
+            assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+            assert headers["www-authenticate"] == "Bearer"
+        for key in ("first", "second", "third"):
+            assert server.request("GET", path, headers={"authorization": f"Bearer {key}"})[0] == 200
+    asked = {"origin": "http://page", "access-control-request-method": "POST"}
+    status, _, headers = server.request("OPTIONS", "/v1/completions", headers=asked)
+    assert (status, headers["access-control-allow-origin"]) == (200, "http://page")
+    assert server.request("OPTIONS", "/v1/completions", headers=asked | {"origin": "http://other"})[0] == 400
+    assert "access-control-allow-origin" not in server.request("GET", "/health", headers={"origin": "http://x"})[2]
+
+
+def test_a_full_queue_says_when_to_come_back(serving: Any, folder: Path) -> None:
+    server = serving(folder, "--max-sequences", "1", "--max-queue", "2")
+    held = [opened(server, "/v1/completions", LONG | {"stream": True}) for _ in range(3)]
+    status, body, headers = server.request("POST", "/v1/completions", {"prompt": "a"})
+    assert (status, body["error"]["code"], headers["retry-after"]) == (429, "queue_full", "1")
+    assert server.request("POST", "/v1/completions", {"prompt": "a", "n": 4})[0] == 400
+    assert server.request("GET", "/health")[0] == 200
+    for response in held:
+        left(response)
+    assert wait(lambda: server.request("POST", "/v1/completions", {"prompt": "a"})[0] == 200)
+    assert server.metrics()["admission_rejections_total"] >= 1
+
+
+def test_a_client_that_leaves_is_not_computed_for(server: Any) -> None:
+    """Streams in the middle, streams nobody reads, and requests that wait for a whole answer."""
+    before = server.metrics()["generation_tokens_total"]
+    streams = [opened(server, "/v1/completions", LONG | {"stream": True, "seed": i}) for i in range(20)]
+    for response in streams[:10]:
+        response.readline()
+    whole = []
+    for _ in range(10):
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        body = json.dumps(LONG | {"n": 3})
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        )
+        connection.sendall(f"{head}\r\n\r\n{body}".encode())
+        whole.append(connection)
+    assert wait(lambda: server.metrics()["num_requests_running"] > 30)
+    for response in streams:
+        left(response)
+    for connection in whole:
+        connection.close()
+    assert wait(lambda: idle(server))
+    assert server.metrics()["generation_tokens_total"] - before < 50 * 500 * 0.9
+    assert server.metrics()['request_success_total{finished_reason="abort"}'] >= 30
+
+
+def test_metrics_count_what_was_asked_for(server: Any) -> None:
+    before = server.metrics()
+    for _ in range(2):
+        server.request("POST", "/v1/completions", {"prompt": [7] * 130, "max_tokens": 5, "temperature": 0, "n": 2})
+    seen = {name: value - before[name] for name, value in server.metrics().items()}
+    assert seen["prompt_tokens_total"] == seen["prefix_cache_queries_total"] == 4 * 130
+    assert seen["prefix_cache_hits_total"] == 3 * 128
+    assert seen["generation_tokens_total"] == 4 * 5
+    assert seen['request_success_total{finished_reason="length"}'] == 4
+    for name, count in (("time_to_first_token_seconds", 4), ("inter_token_latency_seconds", 16)):
+        assert seen[f"{name}_count"] == seen[f'{name}_bucket{{le="+Inf"}}'] == count
+        assert seen[f"{name}_sum"] > 0
+    for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
+        assert seen[f"{name}_seconds_count"] == 4
+
+
+def test_sigterm_lets_what_runs_come_to_its_end(serving: Any, folder: Path) -> None:
+    server = serving(folder, "--drain", "60")
+    stream = opened(server, "/v1/completions", LONG | {"stream": True})
+    server.process.send_signal(signal.SIGTERM)
+    assert wait(lambda: server.request("GET", "/health")[:2] == (503, {"status": "draining"}))
+    status, body, headers = server.request("POST", "/v1/completions", {"prompt": "a"})
+    assert (status, headers["retry-after"], body["error"]["type"]) == (503, "1", "server_error")
+    text = stream.read().decode()
+    assert text.endswith("data: [DONE]\n\n")
+    assert text.count("data: ") > 100
+    assert server.process.wait(30) == 0
+    assert "1 outputs have 60 s to end" in "".join(server.log)
+
+
+@pytest.mark.parametrize(
+    ("options", "signals", "code"),
+    [((), [signal.SIGTERM, signal.SIGTERM], 0), (("--drain", "0"), [signal.SIGINT], 130)],
+    ids=["twice", "interrupt"],
+)
+def test_what_does_not_end_in_time_is_told(
+    options: tuple[str, ...], signals: list[int], code: int, serving: Any, folder: Path
+) -> None:
+    server = serving(folder, *options)
+    stream = opened(server, "/v1/completions", LONG | {"stream": True, "n": 40})
+    for number in signals:
+        server.process.send_signal(number)
+        time.sleep(0.1)
+    text = stream.read().decode()
+    assert server.process.wait(30) == code
+    last = json.loads(text.strip().rpartition("data: ")[2])
+    assert last["error"]["code"] == "engine_ended"
+
+
+def test_killed_and_started_again(serving: Any, folder: Path) -> None:
+    server = serving(folder)
+    assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+    port = str(server.port)
+    again = subprocess.Popen([*COMMAND, str(folder), "--port", port], stderr=subprocess.PIPE, text=True)
+    try:
+        assert wait(lambda: server.request("GET", "/health")[0] == 200 if listens(server.port) else False)
+        taken = subprocess.run(
+            [*COMMAND, str(folder), "--port", port], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert taken.returncode == 1
+        assert "cannot listen on 127.0.0.1" in taken.stderr
+    finally:
+        again.kill()
+        again.communicate()
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_arguments_that_cannot_be(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").write_text("\n")
+    for options, code, message in (
+        (["--port", "70000"], 2, "0 to 65535"),
+        (["--drain", "-1"], 2, "0 to 1000000"),
+        (["--host", "no.such.host.invalid"], 1, "cannot listen on no.such.host.invalid"),
+        (["--api-key-file", str(tmp_path / "empty")], 1, "has no key"),
+        (["--max-queue", "5000", "--port", "0"], 1, "max_queue is 5000"),
+        (["--kv-memory", "1M", "--max-context", "512", "--port", "0"], 1, "for keys and values hold"),
+    ):
+        try:
+            ended = main(["serve", str(folder), "--device", "cpu", *options])
+        except SystemExit as exit_:
+            ended = exit_.code
+        assert (ended, message in capsys.readouterr().err) == (code, True)
+
+
+def test_a_server_open_to_all_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(*_: object) -> int:
+        return 0
+
+    monkeypatch.setattr(listen, "_run", nothing)
+    with listen.bound("0.0.0.0", 0) as everywhere, pytest.warns(UserWarning, match="ask for a key with --api-key"):
+        assert listen.serve(llm, ["demo"], everywhere, listen.Options()) == 0
+    with warnings.catch_warnings(), listen.bound("127.0.0.1", 0) as here:
+        warnings.simplefilter("error")
+        assert listen.serve(llm, ["demo"], here, listen.Options()) == 0
+        assert listen.serve(llm, ["demo"], here, listen.Options(keys=["key"])) == 0
