@@ -244,9 +244,9 @@ class Attention:
     ) -> "Attention":
         """From one module for q, k and v, whose rows come in another `order`, and one for the output."""
         q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        rows, kept = q_size + 2 * kv_size, {"transposed": config.transposed}
-        fused = Linear(weights, [(qkv, rows)], config.hidden_size, config.qkv_bias, order=order, **kept)
-        out = Linear(weights, [(o, config.hidden_size)], q_size, config.o_bias, **kept)
+        hidden, turned, rows = config.hidden_size, config.transposed, q_size + 2 * kv_size
+        fused = Linear(weights, [(qkv, rows)], hidden, config.qkv_bias, order=order, transposed=turned)
+        out = Linear(weights, [(o, hidden)], q_size, config.o_bias, transposed=turned)
         return cls(fused, out, config, rope, layer, **options)
 
     def __call__(self, x: Value, step: Step) -> Value:

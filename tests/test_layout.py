@@ -17,7 +17,7 @@ LAYERS = [
     ["ops"],
     ["config", "checkpoint", "graph"],
     ["quant"],
-    ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "layers"],
+    ["tokenizer", "rope_scaling", "rope", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
     "shapes runner sampler benchmark prompts request scheduler executor engine_core engine".split(),
     ["evaluation"],
