@@ -24,7 +24,12 @@ def read_config(raw: Mapping[str, Any], strict: bool = False) -> DecoderConfig:
     """config.json of a Phi-3 -> DecoderConfig."""
     values = read_keys(raw, KEYS, strict)
     windows = (values["sliding_window"] or 0,) * values["num_hidden_layers"]
-    return decoder_config(raw, values, windows=windows, rope=read_rope(raw, default_partial=1.0))
+    section = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    for name in ("rope_type", "type"):
+        if section.get(name) in ("su", "yarn"):  # what the first files call longrope
+            section[name] = "longrope"
+    rope = read_rope({**raw, "rope_parameters": section}, default_partial=1.0)
+    return decoder_config(raw, values, windows=windows, rope=rope)
 
 
 class Layer(llama.Layer):

@@ -143,8 +143,20 @@ class RopeConfig:
 
     type: str
     theta: float
-    parameters: Mapping[str, float | bool | None]
+    parameters: Mapping[str, Any]
     partial: float = 1.0
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the angles depend on the length of a request's prompt."""
+        return self.type in ("dynamic", "longrope")
+
+    def choice(self, prompt: int) -> int:
+        """What a prompt of that many tokens chooses: 0 up to the original context, as in training; beyond it 1, or for
+        `dynamic`, whose base grows with the prompt, its length."""
+        if not self.chooses or prompt <= self.parameters["original_max_position_embeddings"]:
+            return 0
+        return prompt if self.type == "dynamic" else 1
 
     def width(self, head_dim: int) -> int:
         """Elements of a head that are rotated: cut to whole ones, but not below r of a share that was r / head_dim."""
@@ -159,6 +171,17 @@ _ROPE_NUMBERS: dict[str, dict[str, Key]] = {
         "low_freq_factor": Key(float),
         "high_freq_factor": Key(float),
         "original_max_position_embeddings": Key(float, minimum=1.0),
+    },
+    "dynamic": {
+        "factor": Key(float, minimum=1.0),
+        "original_max_position_embeddings": Key(float, minimum=1.0),
+    },
+    "longrope": {
+        "factor": Key(float, None, minimum=1.0),
+        "original_max_position_embeddings": Key(float, minimum=2.0),
+        "short_factor": Key(list),
+        "long_factor": Key(list),
+        "attention_factor": Key(float, None),
     },
     "yarn": {
         "factor": Key(float, minimum=1.0),
@@ -202,15 +225,29 @@ def read_rope(
     if not 0 < partial <= 1:
         raise ConfigError(f"config.json: partial_rotary_factor must be above 0 and at most 1, got {partial}")
     section.pop("partial_rotary_factor", None)
-    if kind == "yarn" and section.get("original_max_position_embeddings") is None:
-        section["original_max_position_embeddings"] = raw.get("max_position_embeddings")
     if theta <= 0:
         raise ConfigError(f"config.json: rope_theta must be positive, got {theta}")
+    return RopeConfig(kind, theta, _rope_numbers(kind, section, raw), partial)
+
+
+def _rope_numbers(kind: str, section: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a kind of scaling, those that are left out from the rest of config.json."""
+    original, limit = "original_max_position_embeddings", raw.get("max_position_embeddings")
+    if kind == "longrope" and raw.get(original) is not None:
+        section[original] = raw[original]
+    if kind == "dynamic" or (kind in ("yarn", "longrope") and section.get(original) is None):
+        section[original] = limit
     keys = _ROPE_NUMBERS[kind]
     unknown = sorted(set(section) - set(keys)) if kind != "default" else []
     if unknown:
         raise ConfigError(f"config.json: {kind} rope has unknown keys {unknown}; known: {sorted(keys)}")
-    return RopeConfig(kind, theta, {name: key.read(name, section) for name, key in keys.items()}, partial)
+    numbers = {name: key.read(name, section) for name, key in keys.items()}
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        if not all(type(x) in (int, float) and 0 < x < math.inf for x in numbers[name]):
+            raise ConfigError(f"config.json: {name} must be positive numbers, got {numbers[name]!r}")
+    if kind == "longrope" and numbers["factor"] is None:
+        numbers["factor"] = POSITIVE.read("max_position_embeddings", raw) / numbers[original]
+    return numbers
 
 
 def read_layer_ropes(raw: Mapping[str, Any], theta: float, window_theta: float) -> tuple[RopeConfig, RopeConfig]:
@@ -316,6 +353,20 @@ def decoder_config(
     rope: RopeConfig | None = features["rope"]
     if rope is not None and ((rotary := rope.width(head_dim)) % 2 or not rotary):
         raise ConfigError(f"config.json: {rotary} rotated elements of heads of {head_dim}; they must be even and not 0")
+    scaled = [scaling for scaling in (rope, features.get("window_rope")) if scaling is not None]
+    for scaling in scaled:
+        wrong = [
+            n
+            for n in ("short_factor", "long_factor")
+            if len(scaling.parameters.get(n, ())) * 2 != scaling.width(head_dim)
+        ]
+        if scaling.type == "longrope" and wrong:
+            raise ConfigError(f"config.json: {', '.join(wrong)} must have {scaling.width(head_dim) // 2} numbers")
+    if sum(scaling.chooses for scaling in scaled) > 1:
+        raise ConfigError("config.json: dynamic and longrope scaling are supported for layers of one kind, not of two")
+    positions = values["max_position_embeddings"]
+    if rope is not None and rope.type == "dynamic":  # which goes on from there
+        positions = min(int(positions * rope.parameters["factor"]), MAX_POSITIONS)
     return kind(
         model_type=str(raw["model_type"]),
         vocab_size=values["vocab_size"],
@@ -325,7 +376,7 @@ def decoder_config(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=values["max_position_embeddings"],
+        max_positions=positions,
         norm_eps=values["rms_norm_eps" if features.get("norm", "rms").startswith("rms") else "layer_norm_eps"],
         tied=values["tie_word_embeddings"],
         **{"windows": (0,) * layers, **features},

@@ -50,6 +50,7 @@ class Engine:
             len(request.ids) + max(request.most, 1),
             share=request.share,
             owner=request,
+            root=core.root(len(request.ids)),
         )
         channel = _Channel(stream)
         with self._lock:
@@ -176,6 +177,7 @@ class _Core:
         self.end: Callable[[], EngineError] | None = None  # makes what every request gets from now on
         self.finished = 0
         self._scheduler, self._executor = scheduler, Executor(runner, scheduler)
+        self.root = runner.root
         self._channels: dict[Sequence, _Channel] = {}
 
     def run(self) -> None:

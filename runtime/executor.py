@@ -47,7 +47,8 @@ class Executor:
         """Compute a step. Yields each sequence that is due a token with what was chosen for it, as soon as it is."""
         for s in plan.moved:
             self._runner.set_pages(s.slot, s.pages)
-        if self._runner.device.type == "cuda":
+            self._runner.set_prompt(s.slot, s.prompt)
+        if self._runner.samples_on_device:
             flying = [s for s in plan.decodes if s.at_end and s.owner.params.logprobs is None]
             hosted = [s for s in plan.decodes if not s.at_end or s.owner.params.logprobs is not None]
             yield from self._fly(flying, any(c.last == c.sequence.prompt for c in plan.chunks))
@@ -79,7 +80,7 @@ class Executor:
 
     def _first_tokens(self, ended: list[tuple[Sequence, Tensor]]) -> Iterator[tuple[Sequence, Choice]]:
         """The tokens after prompts, from the logits (1, vocab) of each: all together, once the device has its work."""
-        on_device = [self._runner.device.type == "cuda" and s.owner.params.logprobs is None for s, _ in ended]
+        on_device = [self._runner.samples_on_device and s.owner.params.logprobs is None for s, _ in ended]
         for choose, device in ((_choose_on_device, True), (_choose, False)):
             members = [pair for pair, own in zip(ended, on_device, strict=True) if own is device]
             if members:

@@ -45,6 +45,7 @@ class Step:
     slots: Value
     cache: KVCache
     one_sequence: bool = False  # all tokens follow each other in one slot: a prompt
+    places: Value | None = None  # of the rotary angles in their tables, where these are not the positions
 
 
 class Linear:
@@ -190,13 +191,7 @@ class Attention:
     ) -> None:
         self.qkv, self.o, self.layer, self.head_norms = qkv, o, layer, head_norms
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.rotation: dict[str, Any] = {}
-        if (table := rope.of(layer)) is not None:
-            self.rotation = {"cos": table.cos, "sin": table.sin}
-            if config.interleaved:
-                self.rotation["interleaved"] = True
-            if table.q_cos is not None:
-                self.rotation |= {"q_cos": table.q_cos, "q_sin": table.q_sin}
+        self.rope, self.interleaved = rope, config.interleaved
         self.norms: dict[str, Any] = {}
         if norms:
             self.norms = {"q_norm": norms[0], "k_norm": norms[1], "eps": config.norm_eps}
@@ -252,16 +247,26 @@ class Attention:
     def __call__(self, x: Value, step: Step) -> Value:
         cache = step.cache
         caches = {"k_cache": cache.keys[self.layer], "v_cache": cache.values[self.layer], "tables": cache.tables}
-        qkv = self.qkv(x)
-        if self.head_norms is None and self.rotation and "q_cos" not in self.rotation:
-            q = qkv.heads(self.head_dim).rope_append(
-                step.positions, step.slots, **caches, **self.rotation, **self.norms
-            )
+        qkv, rotation, table = self.qkv(x), self._rotation(), self.rope.of(self.layer)
+        places = step.places if table is not None and table.rope.chooses else None
+        if self.head_norms is None and rotation and "q_cos" not in rotation:
+            qkv = qkv.heads(self.head_dim)
+            q = qkv.rope_append(step.positions, step.slots, places, **caches, **rotation, **self.norms)
         else:
             q, k, v = self._parts(qkv)
-            q = q.append(k, v, step.positions, step.slots, **caches, **self.rotation)
+            q = q.append(k, v, step.positions, step.slots, places, **caches, **rotation)
         options = {"one_sequence": step.one_sequence, **self.options}
         return self.o(q.attention(step.positions, step.slots, **caches, **options))
+
+    def _rotation(self) -> dict[str, Any]:
+        """The tables of angles as they are now, and how pairs lie; empty: nothing is rotated."""
+        table = self.rope.of(self.layer)
+        if table is None:
+            return {}
+        rotation: dict[str, Any] = {"cos": table.cos, "sin": table.sin}
+        if self.interleaved:
+            rotation["interleaved"] = True
+        return rotation if table.q_cos is None else {**rotation, "q_cos": table.q_cos, "q_sin": table.q_sin}
 
     def _parts(self, qkv: Value) -> tuple[Value, Value, Value]:
         """q, k and v, (M, heads, D) each, normed where there is a norm that `rope_append` has not."""

@@ -16,7 +16,7 @@ from nibblelm.kv_cache import KVCache, bytes_per_token
 from nibblelm.layers import Step
 from nibblelm.memory import require_memory
 from nibblelm.ops import PAGE, SamplingState
-from nibblelm.pages import page_count
+from nibblelm.pages import ROOT, page_count
 from nibblelm.rope import Rope
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
@@ -42,13 +42,13 @@ class DecoderModel(Protocol):
 class _DecodeStep:
     """One decode step for M sequences: its inputs and its result at fixed addresses, and the program between them."""
 
-    rows: Tensor  # (3, M) int32: ids, positions, slots
+    rows: Tensor  # (3 or 4, M) int32: ids, positions, slots, and where the prompt chooses them, places of angles
     program: Any
     result: Tensor
     host_ids: Tensor | None = None  # (2, M) int32, pinned: where sampling leaves the ids of the last two steps
 
-    def load(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> None:
-        self.rows.copy_(torch.tensor((ids, positions, slots), dtype=torch.int32))
+    def load(self, rows: Sequence[Sequence[int]]) -> None:
+        self.rows.copy_(torch.tensor(rows, dtype=torch.int32))
 
 
 class _Eager:
@@ -73,6 +73,7 @@ class Runner:
     ) -> None:
         self.model, self.device, self.kv_dtype, self.capacity, self.graph = model, device, kv_dtype, capacity, graph
         self.history: list[list[int]] = []
+        self._places: list[int] = []  # of each slot: how far its angles are from its positions
         self.cache: Any = None
         if device.type == "cpu":
             ops.backend(device).keep_freed_memory()
@@ -89,7 +90,7 @@ class Runner:
         """Give up the cache and the programs that were captured on it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a step in flight still writes into what goes now
-        held, self.history, self.cache = self.cache is not None, [], None
+        held, self.history, self._places, self.cache = self.cache is not None, [], [], None
         self._graphs.clear()
         self._steps.clear()
         self._states.clear()
@@ -113,6 +114,13 @@ class Runner:
         shape = (c.layers, slots, c.kv_heads, self.capacity, c.head_dim)
         self.cache = KVCache(*shape, self.kv_dtype, self.device, pages)
         self.history = [[] for _ in range(slots)]
+        self.model.rope.reserve(slots)
+        self._places = [0] * slots
+
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether steps may follow each other on the device: places of angles are counted on by the host."""
+        return self.device.type == "cuda" and not self.model.rope.chooses
 
     @property
     def tables(self) -> Tensor:
@@ -122,6 +130,14 @@ class Runner:
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """`KVCache.set_pages`: before the step that uses them; one in flight is not disturbed."""
         self.cache.set_pages(slot, pages)
+
+    def root(self, length: int) -> int:
+        """The chain before the first page of prompts of that many tokens: those that choose other angles share none."""
+        return ROOT - self.model.rope.choice(length)
+
+    def set_prompt(self, slot: int, length: int) -> None:
+        """The sequence in `slot` has a prompt of that many tokens, where that chooses its rotary angles."""
+        self._places[slot] = self.model.rope.begin(slot, length)
 
     def prefill(self, ids: Sequence[int], slot: int = 0, start: int = 0, every_row: bool = False) -> Tensor:
         """Run ids[start:] at positions start, start + 1 ... of `slot`, whose cache must already hold ids[:start].
@@ -157,7 +173,7 @@ class Runner:
             rows = self._rows(ids, positions, slots)
             self._steps[key] = self._recorded(rows, lambda: self._logits(rows))
         step = self._steps[key]
-        step.load(ids, positions, slots)
+        step.load(self._host_rows(ids, positions, slots))
         step.program.replay()
         for slot, token in zip(slots, ids, strict=True):
             self.history[slot].append(token)
@@ -187,7 +203,7 @@ class Runner:
         for name, target in self._states[key].tensors().items():
             if target is not None and (source := given[name]) is not None:
                 target.copy_(source)
-        self._steps[key].load(ids, positions, slots)
+        self._steps[key].load(self._host_rows(ids, positions, slots))
         return SampledSteps(self, self._steps[key], list(ids), list(slots), state.steps.tolist())
 
     def kernels_per_step(self, batch: int) -> int:
@@ -203,11 +219,11 @@ class Runner:
         key = (one_sequence, every_row)
         if key not in self._graphs:
 
-            def forward(ids: Value, positions: Value, slots: Value) -> Value:
-                step = Step(ids, positions, slots, self.cache, one_sequence)
+            def forward(ids: Value, positions: Value, slots: Value, places: Value | None = None) -> Value:
+                step = Step(ids, positions, slots, self.cache, one_sequence, places)
                 return self.model.forward(step, slice(None) if every_row else slice(-1, None))
 
-            graph = record(forward, 3, self.device)
+            graph = record(forward, 4 if self.model.rope.chooses else 3, self.device)
             self._graphs[key] = fused(graph) if self.graph else graph
         return self._graphs[key]
 
@@ -228,7 +244,13 @@ class Runner:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _rows(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Tensor:
-        return torch.tensor((ids, positions, slots), dtype=torch.int32, device=self.device)
+        return torch.tensor(self._host_rows(ids, positions, slots), dtype=torch.int32, device=self.device)
+
+    def _host_rows(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> list[Sequence[int]]:
+        rows = [ids, positions, slots]
+        if self.model.rope.chooses:
+            rows.append([position + self._places[slot] for position, slot in zip(positions, slots, strict=True)])
+        return rows
 
 
 class SampledSteps:

@@ -40,8 +40,16 @@ class Device:
         self.history: list[list[int]] = [[] for _ in range(slots + 1)]
         self.cache, self.tables = SimpleNamespace(pages=1), torch.zeros(slots + 1, 1)
 
+    samples_on_device = True
+
     def set_pages(self, slot: int, pages: list[int]) -> None:
         pass
+
+    def set_prompt(self, slot: int, length: int) -> None:
+        pass
+
+    def root(self, length: int) -> int:
+        return 0
 
     def prefill(self, ids: list[int], slot: int, start: int, every_row: bool) -> torch.Tensor:
         self.history[slot] = list(ids)

@@ -53,6 +53,22 @@ CONFIGS: dict[str, dict] = {
         mlp_bias=True,
         rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0),
     ),
+    # Prompts of 70 tokens are beyond the original context, those of 3 are not.
+    "llama-dynamic": _sizes(
+        head_dim=32,
+        max_position_embeddings=32,
+        rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0),
+    ),
+    "llama-longrope": _sizes(
+        head_dim=32,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=10000.0,
+            original_max_position_embeddings=32,
+            short_factor=[1.0 + 0.1 * i for i in range(16)],
+            long_factor=[1.5 + 0.5 * i for i in range(16)],
+        ),
+    ),
     "gpt_neox": dict(
         hidden_size=96,
         intermediate_size=172,
@@ -143,6 +159,18 @@ CONFIGS: dict[str, dict] = {
         tie_word_embeddings=True,
         pad_token_id=0,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.75),
+    ),
+    "phi3-longrope": _sizes(
+        num_key_value_heads=1,
+        pad_token_id=0,
+        original_max_position_embeddings=32,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=10000.0,
+            partial_rotary_factor=0.5,
+            short_factor=[1.0 + 0.1 * i for i in range(8)],
+            long_factor=[1.5 + 0.5 * i for i in range(8)],
+        ),
     ),
     "olmo2": _sizes(attention_bias=True),
     "olmo3": _sizes(

@@ -82,6 +82,7 @@ def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     # the same prompt token by token, from a short prefill
     runner = llm.runner
     runner.set_pages(0, [0, 1])
+    runner.set_prompt(0, len(PROMPT))
     with torch.inference_mode():
         runner.prefill(PROMPT[:3])
         steps = torch.cat([runner.decode([token], [0]).clone() for token in PROMPT[3:]])
@@ -118,6 +119,7 @@ def test_rounded_activations(source: tuple[str, Path], scheme: str, tmp_path: Pa
         assert ratio <= bound
         assert relative_error(got, want).mean() <= limits.get(dtype, torch.inf)
         llm.runner.set_pages(0, [0, 1])
+        llm.runner.set_prompt(0, len(PROMPT))
         with torch.inference_mode():
             llm.runner.prefill(PROMPT[:3])
             steps = torch.cat([llm.runner.decode([token], [0]).clone() for token in PROMPT[3:]])
