@@ -61,12 +61,19 @@ POSITIVE = Key(int, minimum=1)
 # Keys that change nothing in inference, or that other readers own (the quantization scheme, tokens, generation).
 _INERT = frozenset(
     """
-    _name_or_path _attn_implementation _from_model_config architectures attention_dropout attn_implementation
-    auto_map bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id finetuning_task
-    hidden_dropout id2label initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference
-    label2id model_type output_attentions output_hidden_states pad_token_id pretraining_tp problem_type
-    quantization_config return_dict task_specific_params tokenizer_class torch_dtype torchscript
-    transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict
+    _attn_implementation _from_model_config _name_or_path _sliding_window_pattern activation_dropout
+    apply_query_key_layer_scaling architectures attention_dropout attention_softmax_in_fp32 attn_implementation
+    attn_pdrop auto_map bias_dropout_fusion bos_token_id cache_implementation chunk_size_feed_forward
+    classifier_dropout decoder_start_token_id dropout dtype emb_init_std emb_pdrop embd_pdrop embedding_dropout
+    eos_token_id finetuning_task fp32_residual_connection gradient_checkpointing hidden_dropout id2label
+    init_config init_device init_std initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference
+    label2id layer_switch layerdrop masked_softmax_fusion model_type n_ctx offset_alibi output_attentions
+    output_hidden_states pad_token_id prefix prefix_projection pretraining_tp problem_type quantization_config
+    reorder_and_upcast_attn resid_pdrop residual_dropout return_dict skip_bias_add skip_bias_add_qkv
+    slow_but_exact summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params tokenizer_class tokenizer_name torch_dtype torchscript transformers_version
+    unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_embedding_sharing
+    use_parallel_embedding use_return_dict verbose
     """.split()
 )
 
@@ -77,7 +84,7 @@ def read_keys(raw: Mapping[str, Any], keys: Mapping[str, Key], strict: bool = Fa
     Raises ConfigError for a missing, mistyped or unsupported value, and for unknown keys when `strict`.
     """
     values = {name: key.read(name, raw) for name, key in keys.items()}
-    unknown = sorted(set(raw) - set(keys) - _INERT - {"rope_parameters", "rope_scaling", "rope_theta"})
+    unknown = sorted(set(raw) - set(keys) - _INERT)
     if unknown:
         message = f"config.json has keys unknown to model_type {raw.get('model_type')!r}: {listed(unknown, 20)}"
         if strict:
@@ -97,8 +104,16 @@ GELU_FORMS: dict[str, Literal["tanh", "erf"]] = {
     "gelu_pytorch_tanh": "tanh",
 }
 
+# What `read_rope` reads.
+ROPE_KEYS: dict[str, Key] = {
+    "rope_parameters": Key(dict, None),
+    "rope_scaling": Key(dict, None),
+    "rope_theta": Key(float, None),
+}
+
 # The keys shared by decoders with rotary attention, RMSNorm and SwiGLU.
 DECODER_KEYS: dict[str, Key] = {
+    **ROPE_KEYS,
     "vocab_size": POSITIVE,
     "hidden_size": POSITIVE,
     "intermediate_size": POSITIVE,
@@ -194,6 +209,10 @@ _ROPE_NUMBERS: dict[str, dict[str, Key]] = {
         "truncate": Key(bool, True, optional=True),
     },
 }
+
+
+ROPE_TYPES = tuple(sorted(_ROPE_NUMBERS))
+"""The kinds of rotary positions that `read_rope` takes."""
 
 
 def read_rope(
@@ -296,6 +315,7 @@ class DecoderConfig:
     query_growth: tuple[float, float] = (0.0, 1.0)  # (b, n): q is times 1 + b log(1 + floor(position / n))
     transposed: bool = False  # the checkpoint has the layers' matrices as (K, N)
     embedding_multiplier: float = 1.0
+    unit_head: bool = False  # the head's rows are divided by their length
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # 0: none
 

@@ -94,7 +94,7 @@ class Head:
         columns: int | None = None,
     ) -> None:
         size = config.hidden_size if columns is None else columns
-        self.packed = weights.head(module, table, config.vocab_size, size, config.tied)
+        self.packed = weights.head(module, table, config.vocab_size, size, config.tied, config.unit_head)
         self.bias = weights.vector(f"{module}.bias", config.vocab_size) if bias else None
         self.activation_bits: ActivationBits = weights.activation_bits
         self.scale, self.softcap = config.logit_scale, config.logit_softcap
@@ -287,7 +287,10 @@ def heads_apart(config: DecoderConfig) -> Tensor:
 
 
 class Mlp:
-    """The gated feed-forward down(act(gate(x)) * up(x)), gate and up in modules of their own or in one (`fused`)."""
+    """The gated feed-forward down(act(gate(x)) * up(x)).
+
+    parts  the modules of gate, up and down, or of gate and up in one and down
+    """
 
     def __init__(
         self,
@@ -295,13 +298,13 @@ class Mlp:
         name: str,
         config: DecoderConfig,
         form: Literal["silu", "tanh", "erf"] = "silu",
-        fused: str | None = None,
+        parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         self.form = form
-        size, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        parts = [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)] if fused is None else [(fused, 2 * size)]
-        self.gate_up = Linear(weights, parts, hidden, bias, pairs=form == "silu" and not bias)
-        self.down = Linear(weights, [(f"{name}.down_proj", hidden)], size, bias)
+        size, hidden, bias, (*first, down) = config.intermediate_size, config.hidden_size, config.mlp_bias, parts
+        modules = [(f"{name}.{part}", 2 * size // len(first)) for part in first]
+        self.gate_up = Linear(weights, modules, hidden, bias, pairs=form == "silu" and not bias)
+        self.down = Linear(weights, [(f"{name}.{down}", hidden)], size, bias)
 
     def __call__(self, x: Value) -> Value:
         gate_up = self.gate_up(x)

@@ -96,9 +96,9 @@ def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
 # For 8 bits there is a second yardstick, in float32: the source implementation with the inputs of its linear modules
 # rounded so. That is all of the error, but for the bf16 cache, whose values have an eighth of it, and how errors of the
 # same size fall: a quarter more is allowed. FEW_ROUNDINGS are held to it alone: bf16 rounds less often in them, whose
-# blocks stand side by side, whose norms come last or whose feed-forward has no gate, so that 8 bits cost up to 2.6
-# times as much.
-FEW_ROUNDINGS = {"codegen", "cohere", "cohere2", "falcon", "gptj", "mpt", "opt", "phi", "stablelm"}
+# blocks stand side by side, whose norms come last, whose feed-forward has no gate or that have ALiBi, so that 8 bits
+# cost up to 2.6 times as much.
+FEW_ROUNDINGS = {"baichuan", "codegen", "cohere", "cohere2", "falcon", "gptj", "mpt", "opt", "phi", "stablelm"}
 
 
 def test_rounded_activations(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
