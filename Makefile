@@ -28,7 +28,7 @@ test: .venv/.installed-test
 # What `make test` takes a sample of: random schedules of the engine, families in all formats
 check-long: .venv/.installed-test
 	$(BIN)/pytest -n 2 tests/engine/test_scheduler.py tests/engine/test_exactness.py --schedules 2000
-	$(BIN)/pytest -n 2 --dist loadgroup tests/models --every
+	$(BIN)/pytest -n 2 tests/models tests/engine/test_exactness.py --every
 
 lint: .venv/.installed-lint
 	$(BIN)/ruff check

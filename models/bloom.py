@@ -18,15 +18,7 @@ KEYS = {
     "seq_length": Key(int, 2048, minimum=1),
     "layer_norm_epsilon": Key(float, 1e-5, minimum=0.0),
     "apply_residual_connection_post_layernorm": Key(bool, False, optional=True),
-    "slow_but_exact": Key(bool, False, optional=True),  # another order of the same sums
     "tie_word_embeddings": Key(bool, True, optional=True),
-    "bias_dropout_fusion": Key(bool, True, optional=True),
-    "masked_softmax_fusion": Key(bool, True, optional=True),
-    "attention_softmax_in_fp32": Key(bool, True, optional=True),
-    "skip_bias_add": Key(bool, True, optional=True),
-    "skip_bias_add_qkv": Key(bool, False, optional=True),
-    "unk_token_id": Key(int, None),
-    "offset_alibi": Key(int, None),
 }
 
 

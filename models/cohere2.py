@@ -16,13 +16,10 @@ KEYS = {
     "sliding_window_pattern": Key(int, 4, minimum=1),
     "layer_types": WINDOW_KEYS["layer_types"],
     "rotary_pct": Key(float, 1.0, only=(1.0,), optional=True),
-    "layer_switch": Key(int, None),  # what sliding_window_pattern says
     "order_of_interleaved_layers": Key(str, "local_attn_first", only=("local_attn_first",), optional=True),
     "position_embedding_type": Key(str, "rope_gptj", only=("rope_gptj",), optional=True),
-    "use_embedding_sharing": Key(bool, True, optional=True),
     "use_gated_activation": Key(bool, True, only=(True,), optional=True),
     "use_parallel_block": Key(bool, True, only=(True,), optional=True),
-    "use_parallel_embedding": Key(bool, False, optional=True),
 }
 
 

@@ -10,6 +10,7 @@ import torch
 from nibblelm.config import (
     GELU_FORMS,
     POSITIVE,
+    ROPE_KEYS,
     DecoderConfig,
     Key,
     alibi_slopes,
@@ -23,6 +24,7 @@ from nibblelm.graph import Value
 from nibblelm.layers import Attention, Decoder, PlainMlp, Rope, Step, Weights, heads_apart, norm
 
 KEYS = {
+    **ROPE_KEYS,
     "vocab_size": POSITIVE,
     "hidden_size": POSITIVE,
     "num_hidden_layers": POSITIVE,

@@ -31,7 +31,6 @@ KEYS = {
     "attn_logit_softcapping": Key(float, None, minimum=1e-6),
     "final_logit_softcapping": Key(float, None, minimum=1e-6),
     "use_bidirectional_attention": Key(bool, False, only=(False,), optional=True),
-    "cache_implementation": Key(str, None),
 }
 
 

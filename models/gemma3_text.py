@@ -17,7 +17,6 @@ KEYS = {
     "num_attention_heads": Key(int, 8, minimum=1),
     "max_position_embeddings": Key(int, 131072, minimum=1),
     "sliding_window_pattern": Key(int, 6, minimum=1),
-    "_sliding_window_pattern": Key(int, None),  # what layer_types says
     "layer_types": WINDOW_KEYS["layer_types"],
     "rope_local_base_freq": Key(float, 10000.0, minimum=1.0),
 }

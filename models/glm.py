@@ -33,7 +33,7 @@ class Layer(llama.Layer):
         self.norm1 = norm(weights, f"{name}.input_layernorm", config)
         self.norm2 = norm(weights, f"{name}.post_attention_layernorm", config)
         self.attention = Attention.of_projections(weights, f"{name}.self_attn", config, rope, index)
-        self.mlp = Mlp(weights, f"{name}.mlp", config, fused=f"{name}.mlp.gate_up_proj")
+        self.mlp = Mlp(weights, f"{name}.mlp", config, parts=("gate_up_proj", "down_proj"))
 
 
 class Model(Decoder):

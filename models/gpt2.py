@@ -14,7 +14,6 @@ KEYS = {
     "tie_word_embeddings": Key(bool, True, optional=True),
     "scale_attn_weights": Key(bool, True, optional=True),
     "scale_attn_by_inverse_layer_idx": Key(bool, False, optional=True),
-    "reorder_and_upcast_attn": Key(bool, False, optional=True),  # scores are fp32 here
     "add_cross_attention": Key(bool, False, only=(False,), optional=True),
 }
 UNOPENED = "its matrices are modules of a class Conv1D, which compressed-tensors does not know"

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nibblelm.config import GELU_FORMS, POSITIVE, DecoderConfig, Key, decoder_config, read_keys, read_rope
+from nibblelm.config import GELU_FORMS, POSITIVE, ROPE_KEYS, DecoderConfig, Key, decoder_config, read_keys, read_rope
 from nibblelm.graph import Value
 from nibblelm.layers import Attention, Decoder, PlainMlp, Rope, Step, Weights, heads_apart, norm
 
 KEYS = {
+    **ROPE_KEYS,
     "vocab_size": POSITIVE,
     "hidden_size": POSITIVE,
     "intermediate_size": POSITIVE,
@@ -23,7 +24,6 @@ KEYS = {
     "rotary_pct": Key(float, 0.25, optional=True),
     "rotary_emb_base": Key(float, 10000.0, optional=True),
     "tie_word_embeddings": Key(bool, False, only=(False,), optional=True),
-    "classifier_dropout": Key(float, 0.1, optional=True),  # of a head that is not a language model's
 }
 
 

@@ -15,7 +15,6 @@ KEYS = {
     "n_layer": POSITIVE,
     "n_head": POSITIVE,
     "n_positions": POSITIVE,
-    "n_ctx": Key(int, None),  # what n_positions says
     "n_inner": Key(int, None, minimum=1),
     "rotary_dim": Key(int, None, minimum=2),
     "rotary": Key(bool, True, only=(True,), optional=True),
@@ -23,13 +22,6 @@ KEYS = {
     "layer_norm_epsilon": Key(float, 1e-5, minimum=0.0),
     "scale_attn_weights": Key(bool, True, only=(True,), optional=True),
     "tie_word_embeddings": Key(bool, False, only=(False,), optional=True),
-    "attn_pdrop": Key(float, 0.0, optional=True),
-    "embd_pdrop": Key(float, 0.0, optional=True),
-    "resid_pdrop": Key(float, 0.0, optional=True),
-    "gradient_checkpointing": Key(bool, False, optional=True),
-    **{f"summary_{name}": Key(kind, None) for name, kind in (("type", str), ("activation", str))},
-    **{f"summary_{name}": Key(bool, True, optional=True) for name in ("use_proj", "proj_to_labels")},
-    "summary_first_dropout": Key(float, 0.1, optional=True),
 }
 
 

@@ -23,10 +23,6 @@ KEYS = {
     "embedding_fraction": Key(float, 1.0, only=(1.0,), optional=True),
     "learned_pos_emb": Key(bool, True, optional=True),  # not with ALiBi
     "tie_word_embeddings": Key(bool, True, optional=True),
-    **{name: Key(float, 0.0, optional=True) for name in ("emb_pdrop", "resid_pdrop", "emb_init_std")},
-    **{name: Key(str, None) for name in ("init_device", "tokenizer_name")},
-    "init_config": Key(dict, None),
-    "verbose": Key(int, 0, optional=True),
 }
 ATTENTION_KEYS = {
     "attn_type": Key(str, "multihead_attention", only=("multihead_attention",)),

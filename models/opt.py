@@ -27,8 +27,6 @@ KEYS = {
     "enable_bias": Key(bool, True, optional=True),
     "layer_norm_elementwise_affine": Key(bool, True, only=(True,), optional=True),
     "tie_word_embeddings": Key(bool, True, optional=True),
-    **{name: Key(float, 0.0, optional=True) for name in ("dropout", "layerdrop", "init_std", "activation_dropout")},
-    "prefix": Key(str, None),
 }
 
 

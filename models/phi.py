@@ -16,8 +16,6 @@ KEYS = {
     "qk_layernorm": Key(bool, False, optional=True),
     "partial_rotary_factor": Key(float, 0.5, optional=True),
     "tie_word_embeddings": Key(bool, False, only=(False,), optional=True),  # the head has a bias
-    "resid_pdrop": Key(float, 0.0, optional=True),
-    "embd_pdrop": Key(float, 0.0, optional=True),
 }
 
 

@@ -15,8 +15,6 @@ KEYS = {
     "original_max_position_embeddings": Key(int, 4096, minimum=1),
     "partial_rotary_factor": Key(float, 1.0, optional=True),
     "attention_bias": Key(bool, False, only=(False,), optional=True),
-    "resid_pdrop": Key(float, 0.0, optional=True),
-    "embd_pdrop": Key(float, 0.0, optional=True),
 }
 
 
@@ -24,7 +22,12 @@ def read_config(raw: Mapping[str, Any], strict: bool = False) -> DecoderConfig:
     """config.json of a Phi-3 -> DecoderConfig."""
     values = read_keys(raw, KEYS, strict)
     windows = (values["sliding_window"] or 0,) * values["num_hidden_layers"]
-    return decoder_config(raw, values, windows=windows, rope=read_rope(raw, default_partial=1.0))
+    section = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    for name in ("rope_type", "type"):
+        if section.get(name) in ("su", "yarn"):  # what the first files call longrope
+            section[name] = "longrope"
+    rope = read_rope({**raw, "rope_parameters": section}, default_partial=1.0)
+    return decoder_config(raw, values, windows=windows, rope=rope)
 
 
 class Layer(llama.Layer):
@@ -36,7 +39,7 @@ class Layer(llama.Layer):
         self.norm2 = norm(weights, f"{name}.post_attention_layernorm", config)
         qkv, o = f"{name}.self_attn.qkv_proj", f"{name}.self_attn.o_proj"
         self.attention = Attention.of_fused(weights, qkv, o, config, rope, index)
-        self.mlp = Mlp(weights, f"{name}.mlp", config, fused=f"{name}.mlp.gate_up_proj")
+        self.mlp = Mlp(weights, f"{name}.mlp", config, parts=("gate_up_proj", "down_proj"))
 
 
 class Model(Decoder):

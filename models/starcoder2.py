@@ -18,8 +18,6 @@ KEYS = {
     "use_bias": Key(bool, True, optional=True),
     "sliding_window": Key(int, None, minimum=1),
     "tie_word_embeddings": Key(bool, True, optional=True),
-    "residual_dropout": Key(float, 0.0, optional=True),
-    "embedding_dropout": Key(float, 0.0, optional=True),
 }
 
 

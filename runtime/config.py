@@ -61,12 +61,19 @@ POSITIVE = Key(int, minimum=1)
 # Keys that change nothing in inference, or that other readers own (the quantization scheme, tokens, generation).
 _INERT = frozenset(
     """
-    _name_or_path _attn_implementation _from_model_config architectures attention_dropout attn_implementation
-    auto_map bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id finetuning_task
-    hidden_dropout id2label initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference
-    label2id model_type output_attentions output_hidden_states pad_token_id pretraining_tp problem_type
-    quantization_config return_dict task_specific_params tokenizer_class torch_dtype torchscript
-    transformers_version unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict
+    _attn_implementation _from_model_config _name_or_path _sliding_window_pattern activation_dropout
+    apply_query_key_layer_scaling architectures attention_dropout attention_softmax_in_fp32 attn_implementation
+    attn_pdrop auto_map bias_dropout_fusion bos_token_id cache_implementation chunk_size_feed_forward
+    classifier_dropout decoder_start_token_id dropout dtype emb_init_std emb_pdrop embd_pdrop embedding_dropout
+    eos_token_id finetuning_task fp32_residual_connection gradient_checkpointing hidden_dropout id2label
+    init_config init_device init_std initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference
+    label2id layer_switch layerdrop masked_softmax_fusion model_type n_ctx offset_alibi output_attentions
+    output_hidden_states pad_token_id prefix prefix_projection pretraining_tp problem_type quantization_config
+    reorder_and_upcast_attn resid_pdrop residual_dropout return_dict skip_bias_add skip_bias_add_qkv
+    slow_but_exact summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
+    task_specific_params tokenizer_class tokenizer_name torch_dtype torchscript transformers_version
+    unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_embedding_sharing
+    use_parallel_embedding use_return_dict verbose
     """.split()
 )
 
@@ -77,7 +84,7 @@ def read_keys(raw: Mapping[str, Any], keys: Mapping[str, Key], strict: bool = Fa
     Raises ConfigError for a missing, mistyped or unsupported value, and for unknown keys when `strict`.
     """
     values = {name: key.read(name, raw) for name, key in keys.items()}
-    unknown = sorted(set(raw) - set(keys) - _INERT - {"rope_parameters", "rope_scaling", "rope_theta"})
+    unknown = sorted(set(raw) - set(keys) - _INERT)
     if unknown:
         message = f"config.json has keys unknown to model_type {raw.get('model_type')!r}: {listed(unknown, 20)}"
         if strict:
@@ -97,8 +104,16 @@ GELU_FORMS: dict[str, Literal["tanh", "erf"]] = {
     "gelu_pytorch_tanh": "tanh",
 }
 
+# What `read_rope` reads.
+ROPE_KEYS: dict[str, Key] = {
+    "rope_parameters": Key(dict, None),
+    "rope_scaling": Key(dict, None),
+    "rope_theta": Key(float, None),
+}
+
 # The keys shared by decoders with rotary attention, RMSNorm and SwiGLU.
 DECODER_KEYS: dict[str, Key] = {
+    **ROPE_KEYS,
     "vocab_size": POSITIVE,
     "hidden_size": POSITIVE,
     "intermediate_size": POSITIVE,
@@ -143,8 +158,20 @@ class RopeConfig:
 
     type: str
     theta: float
-    parameters: Mapping[str, float | bool | None]
+    parameters: Mapping[str, Any]
     partial: float = 1.0
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the angles depend on the length of a request's prompt."""
+        return self.type in ("dynamic", "longrope")
+
+    def choice(self, prompt: int) -> int:
+        """What a prompt of that many tokens chooses: 0 up to the original context, as in training; beyond it 1, or for
+        `dynamic`, whose base grows with the prompt, its length."""
+        if not self.chooses or prompt <= self.parameters["original_max_position_embeddings"]:
+            return 0
+        return prompt if self.type == "dynamic" else 1
 
     def width(self, head_dim: int) -> int:
         """Elements of a head that are rotated: cut to whole ones, but not below r of a share that was r / head_dim."""
@@ -160,6 +187,17 @@ _ROPE_NUMBERS: dict[str, dict[str, Key]] = {
         "high_freq_factor": Key(float),
         "original_max_position_embeddings": Key(float, minimum=1.0),
     },
+    "dynamic": {
+        "factor": Key(float, minimum=1.0),
+        "original_max_position_embeddings": Key(float, minimum=1.0),
+    },
+    "longrope": {
+        "factor": Key(float, None, minimum=1.0),
+        "original_max_position_embeddings": Key(float, minimum=2.0),
+        "short_factor": Key(list),
+        "long_factor": Key(list),
+        "attention_factor": Key(float, None),
+    },
     "yarn": {
         "factor": Key(float, minimum=1.0),
         "original_max_position_embeddings": Key(float, minimum=1.0),
@@ -171,6 +209,10 @@ _ROPE_NUMBERS: dict[str, dict[str, Key]] = {
         "truncate": Key(bool, True, optional=True),
     },
 }
+
+
+ROPE_TYPES = tuple(sorted(_ROPE_NUMBERS))
+"""The kinds of rotary positions that `read_rope` takes."""
 
 
 def read_rope(
@@ -202,15 +244,29 @@ def read_rope(
     if not 0 < partial <= 1:
         raise ConfigError(f"config.json: partial_rotary_factor must be above 0 and at most 1, got {partial}")
     section.pop("partial_rotary_factor", None)
-    if kind == "yarn" and section.get("original_max_position_embeddings") is None:
-        section["original_max_position_embeddings"] = raw.get("max_position_embeddings")
     if theta <= 0:
         raise ConfigError(f"config.json: rope_theta must be positive, got {theta}")
+    return RopeConfig(kind, theta, _rope_numbers(kind, section, raw), partial)
+
+
+def _rope_numbers(kind: str, section: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of a kind of scaling, those that are left out from the rest of config.json."""
+    original, limit = "original_max_position_embeddings", raw.get("max_position_embeddings")
+    if kind == "longrope" and raw.get(original) is not None:
+        section[original] = raw[original]
+    if kind == "dynamic" or (kind in ("yarn", "longrope") and section.get(original) is None):
+        section[original] = limit
     keys = _ROPE_NUMBERS[kind]
     unknown = sorted(set(section) - set(keys)) if kind != "default" else []
     if unknown:
         raise ConfigError(f"config.json: {kind} rope has unknown keys {unknown}; known: {sorted(keys)}")
-    return RopeConfig(kind, theta, {name: key.read(name, section) for name, key in keys.items()}, partial)
+    numbers = {name: key.read(name, section) for name, key in keys.items()}
+    for name in ("short_factor", "long_factor") if kind == "longrope" else ():
+        if not all(type(x) in (int, float) and 0 < x < math.inf for x in numbers[name]):
+            raise ConfigError(f"config.json: {name} must be positive numbers, got {numbers[name]!r}")
+    if kind == "longrope" and numbers["factor"] is None:
+        numbers["factor"] = POSITIVE.read("max_position_embeddings", raw) / numbers[original]
+    return numbers
 
 
 def read_layer_ropes(raw: Mapping[str, Any], theta: float, window_theta: float) -> tuple[RopeConfig, RopeConfig]:
@@ -259,6 +315,7 @@ class DecoderConfig:
     query_growth: tuple[float, float] = (0.0, 1.0)  # (b, n): q is times 1 + b log(1 + floor(position / n))
     transposed: bool = False  # the checkpoint has the layers' matrices as (K, N)
     embedding_multiplier: float = 1.0
+    unit_head: bool = False  # the head's rows are divided by their length
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # 0: none
 
@@ -316,6 +373,20 @@ def decoder_config(
     rope: RopeConfig | None = features["rope"]
     if rope is not None and ((rotary := rope.width(head_dim)) % 2 or not rotary):
         raise ConfigError(f"config.json: {rotary} rotated elements of heads of {head_dim}; they must be even and not 0")
+    scaled = [scaling for scaling in (rope, features.get("window_rope")) if scaling is not None]
+    for scaling in scaled:
+        wrong = [
+            n
+            for n in ("short_factor", "long_factor")
+            if len(scaling.parameters.get(n, ())) * 2 != scaling.width(head_dim)
+        ]
+        if scaling.type == "longrope" and wrong:
+            raise ConfigError(f"config.json: {', '.join(wrong)} must have {scaling.width(head_dim) // 2} numbers")
+    if sum(scaling.chooses for scaling in scaled) > 1:
+        raise ConfigError("config.json: dynamic and longrope scaling are supported for layers of one kind, not of two")
+    positions = values["max_position_embeddings"]
+    if rope is not None and rope.type == "dynamic":  # which goes on from there
+        positions = min(int(positions * rope.parameters["factor"]), MAX_POSITIONS)
     return kind(
         model_type=str(raw["model_type"]),
         vocab_size=values["vocab_size"],
@@ -325,7 +396,7 @@ def decoder_config(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        max_positions=values["max_position_embeddings"],
+        max_positions=positions,
         norm_eps=values["rms_norm_eps" if features.get("norm", "rms").startswith("rms") else "layer_norm_eps"],
         tied=values["tie_word_embeddings"],
         **{"windows": (0,) * layers, **features},

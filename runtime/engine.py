@@ -130,7 +130,7 @@ class LLM:
         wanted = page_count(self.max_context)
         others = dict(
             weights=sum(checkpoint.info(name).nbytes for name in checkpoint.names()),
-            rope=rope_bytes(self.config, self.max_context),
+            rope=rope_bytes(self.config, self.max_context, self.max_sequences + 1),
             workspace=workspace_bytes(self.config, self.device),
         )
         advice = "Choose a smaller max_context (--ctx-size) or kv_memory (--kv-memory), fewer bits, or device cpu."

@@ -57,6 +57,7 @@ class Engine:
             len(request.ids) + max(request.most, 1),
             share=request.share,
             owner=request,
+            root=core.root(len(request.ids)),
         )
         channel = _Channel(stream)
         with self._lock:
@@ -269,6 +270,7 @@ class _Core:
         self.finished = 0
         self.stats = Stats()
         self._scheduler, self._executor = scheduler, Executor(runner, scheduler)
+        self.root = runner.root
         self._channels: dict[Sequence, _Channel] = {}
 
     def run(self) -> None:

@@ -49,7 +49,9 @@ class Executor:
         """Compute a step. Yields each sequence that is due a token with what was chosen for it, as soon as it is."""
         if plan.moved:
             self._runner.set_tables({s.slot: s.pages for s in plan.moved})
-        if self._runner.device.type == "cuda":
+        for s in plan.moved:
+            self._runner.set_prompt(s.slot, s.prompt)
+        if self._runner.samples_on_device:
             flying = [s for s in plan.decodes if s.at_end and s.owner.sampler.runs_ahead]
             hosted = [s for s in plan.decodes if not s.at_end or not s.owner.sampler.runs_ahead]
             yield from self._fly(flying, any(c.last == c.sequence.prompt for c in plan.chunks))

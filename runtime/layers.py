@@ -50,6 +50,7 @@ class Step:
     cache: KVCache
     tiles: Value | None = None
     wanted: Value | None = None
+    places: Value | None = None  # of the rotary angles in their tables, where these are not the positions
 
 
 class Linear:
@@ -98,7 +99,7 @@ class Head:
         columns: int | None = None,
     ) -> None:
         size = config.hidden_size if columns is None else columns
-        self.packed = weights.head(module, table, config.vocab_size, size, config.tied)
+        self.packed = weights.head(module, table, config.vocab_size, size, config.tied, config.unit_head)
         self.bias = weights.vector(f"{module}.bias", config.vocab_size) if bias else None
         self.activation_bits: ActivationBits = weights.activation_bits
         self.scale, self.softcap = config.logit_scale, config.logit_softcap
@@ -195,13 +196,7 @@ class Attention:
     ) -> None:
         self.qkv, self.o, self.layer, self.head_norms = qkv, o, layer, head_norms
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.rotation: dict[str, Any] = {}
-        if (table := rope.of(layer)) is not None:
-            self.rotation = {"cos": table.cos, "sin": table.sin}
-            if config.interleaved:
-                self.rotation["interleaved"] = True
-            if table.q_cos is not None:
-                self.rotation |= {"q_cos": table.q_cos, "q_sin": table.q_sin}
+        self.rope, self.interleaved = rope, config.interleaved
         self.norms: dict[str, Any] = {}
         if norms:
             self.norms = {"q_norm": norms[0], "k_norm": norms[1], "eps": config.norm_eps}
@@ -249,23 +244,33 @@ class Attention:
     ) -> "Attention":
         """From one module for q, k and v, whose rows come in another `order`, and one for the output."""
         q_size, kv_size = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        rows, kept = q_size + 2 * kv_size, config.transposed
-        fused = Linear(weights, [(qkv, rows)], config.hidden_size, config.qkv_bias, order=order, transposed=kept)
-        out = Linear(weights, [(o, config.hidden_size)], q_size, config.o_bias, transposed=kept)
+        hidden, turned, rows = config.hidden_size, config.transposed, q_size + 2 * kv_size
+        fused = Linear(weights, [(qkv, rows)], hidden, config.qkv_bias, order=order, transposed=turned)
+        out = Linear(weights, [(o, hidden)], q_size, config.o_bias, transposed=turned)
         return cls(fused, out, config, rope, layer, **options)
 
     def __call__(self, x: Value, step: Step) -> Value:
         cache = step.cache
         caches = {"k_cache": cache.keys[self.layer], "v_cache": cache.values[self.layer], "tables": cache.tables}
-        qkv = self.qkv(x)
-        if self.head_norms is None and self.rotation and "q_cos" not in self.rotation:
-            q = qkv.heads(self.head_dim).rope_append(
-                step.positions, step.slots, **caches, **self.rotation, **self.norms
-            )
+        qkv, rotation, table = self.qkv(x), self._rotation(), self.rope.of(self.layer)
+        places = step.places if table is not None and table.rope.chooses else None
+        if self.head_norms is None and rotation and "q_cos" not in rotation:
+            qkv = qkv.heads(self.head_dim)
+            q = qkv.rope_append(step.positions, step.slots, places, **caches, **rotation, **self.norms)
         else:
             q, k, v = self._parts(qkv)
-            q = q.append(k, v, step.positions, step.slots, **caches, **self.rotation)
+            q = q.append(k, v, step.positions, step.slots, places, **caches, **rotation)
         return self.o(q.attention(step.positions, step.slots, step.tiles, **caches, **self.options))
+
+    def _rotation(self) -> dict[str, Any]:
+        """The tables of angles as they are now, and how pairs lie; empty: nothing is rotated."""
+        table = self.rope.of(self.layer)
+        if table is None:
+            return {}
+        rotation: dict[str, Any] = {"cos": table.cos, "sin": table.sin}
+        if self.interleaved:
+            rotation["interleaved"] = True
+        return rotation if table.q_cos is None else {**rotation, "q_cos": table.q_cos, "q_sin": table.q_sin}
 
     def _parts(self, qkv: Value) -> tuple[Value, Value, Value]:
         """q, k and v, (M, heads, D) each, normed where there is a norm that `rope_append` has not."""
@@ -286,7 +291,10 @@ def heads_apart(config: DecoderConfig) -> Tensor:
 
 
 class Mlp:
-    """The gated feed-forward down(act(gate(x)) * up(x)), gate and up in modules of their own or in one (`fused`)."""
+    """The gated feed-forward down(act(gate(x)) * up(x)).
+
+    parts  the modules of gate, up and down, or of gate and up in one and down
+    """
 
     def __init__(
         self,
@@ -294,13 +302,13 @@ class Mlp:
         name: str,
         config: DecoderConfig,
         form: Literal["silu", "tanh", "erf"] = "silu",
-        fused: str | None = None,
+        parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         self.form = form
-        size, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        parts = [(f"{name}.gate_proj", size), (f"{name}.up_proj", size)] if fused is None else [(fused, 2 * size)]
-        self.gate_up = Linear(weights, parts, hidden, bias, pairs=form == "silu" and not bias)
-        self.down = Linear(weights, [(f"{name}.down_proj", hidden)], size, bias)
+        size, hidden, bias, (*first, down) = config.intermediate_size, config.hidden_size, config.mlp_bias, parts
+        modules = [(f"{name}.{part}", 2 * size // len(first)) for part in first]
+        self.gate_up = Linear(weights, modules, hidden, bias, pairs=form == "silu" and not bias)
+        self.down = Linear(weights, [(f"{name}.{down}", hidden)], size, bias)
 
     def __call__(self, x: Value) -> Value:
         gate_up = self.gate_up(x)

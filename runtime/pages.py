@@ -9,7 +9,7 @@ PAGE: int = _cpu.PAGE
 """Positions of one sequence that one page holds."""
 
 ROOT = 0
-"""The chain of a prompt before its first page."""
+"""The chain of a prompt before its first page; numbers below it are those of prompts that are computed otherwise."""
 
 
 def page_count(positions: int) -> int:

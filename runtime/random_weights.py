@@ -66,5 +66,7 @@ class RandomWeights:
     def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
         return (self._gaussian(rows, columns) * columns**0.5).to(self.device)
 
-    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
+    def head(
+        self, module: str, table: str, rows: int, columns: int, tied: bool, unit_rows: bool = False
+    ) -> list[PackedLinear]:
         return self._pack([self._weight(rows, columns, 16 if self.bits == 16 else 8, -1)])

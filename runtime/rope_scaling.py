@@ -11,8 +11,11 @@ from torch import Tensor
 from nibblelm.config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, width: int) -> tuple[Tensor, float]:
-    """Frequencies (width / 2,) in radians per position, fp32, and the factor on cos and sin."""
+def inverse_frequencies(rope: RopeConfig, width: int, choice: int = 0) -> tuple[Tensor, float]:
+    """Frequencies (width / 2,) in radians per position, fp32, and the factor on cos and sin.
+
+    choice  `RopeConfig.choice` of the request's prompt
+    """
     base = 1.0 / (rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
     if rope.type == "linear":
         return base / _numbers(rope, "factor")[0], 1.0
@@ -20,6 +23,10 @@ def inverse_frequencies(rope: RopeConfig, width: int) -> tuple[Tensor, float]:
         return _llama3(base, rope), 1.0
     if rope.type == "yarn":
         return _yarn(base, rope, width)
+    if rope.type == "longrope":
+        return _longrope(rope, width, choice)
+    if rope.type == "dynamic" and choice:
+        return _dynamic(rope, width, choice), 1.0
     return base, 1.0
 
 
@@ -65,6 +72,25 @@ def _yarn(base: Tensor, rope: RopeConfig, width: int) -> tuple[Tensor, float]:
     return base / factor * ramp + base * (1 - ramp), float(attention)
 
 
+def _dynamic(rope: RopeConfig, width: int, length: int) -> Tensor:
+    """Dynamic NTK (bloc97, emozilla 2023): a base that grows with the length of the prompt."""
+    factor, original = _numbers(rope, "factor", "original_max_position_embeddings")
+    longer = factor * torch.tensor(length) / original - (factor - 1)
+    theta = rope.theta * longer ** (width / (width - 2))
+    return 1.0 / (theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
+
+
+def _longrope(rope: RopeConfig, width: int, choice: int) -> tuple[Tensor, float]:
+    """LongRoPE (Ding et al. 2024): a factor for each frequency, others beyond the original context."""
+    factors = torch.tensor(rope.parameters["long_factor" if choice else "short_factor"], dtype=torch.float32)
+    powers = rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    factor, original = _numbers(rope, "factor", "original_max_position_embeddings")
+    attention = rope.parameters["attention_factor"]
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return 1.0 / (factors * powers), float(attention)
+
+
 def _temperature(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
@@ -74,8 +100,8 @@ def growth(beta: float, period: float, first: int, last: int) -> Tensor:
     return 1 + beta * torch.log(1 + torch.floor(torch.arange(first, last)[:, None] / period))
 
 
-def tables(rope: RopeConfig, width: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+def tables(rope: RopeConfig, width: int, first: int, last: int, choice: int = 0) -> tuple[Tensor, Tensor]:
     """cos and sin (last - first, width / 2) of the positions from `first` to before `last`, fp32."""
-    frequencies, factor = inverse_frequencies(rope, width)
+    frequencies, factor = inverse_frequencies(rope, width, choice)
     angles = torch.arange(first, last, dtype=torch.float32)[:, None] * frequencies[None, :]
     return angles.cos() * factor, angles.sin() * factor

@@ -17,7 +17,7 @@ from nibblelm.kv_cache import KVCache, bytes_per_token
 from nibblelm.layers import Step
 from nibblelm.memory import require_memory
 from nibblelm.ops import PAGE, SamplingState, prompt_tiles
-from nibblelm.pages import page_count
+from nibblelm.pages import ROOT, page_count
 from nibblelm.rope import Rope
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
@@ -64,13 +64,13 @@ class _PromptStep:
 class _DecodeStep:
     """One decode step for M sequences: its inputs and its result at fixed addresses, and the program between them."""
 
-    rows: Tensor  # (3, M) int32: ids, positions, slots
+    rows: Tensor  # (3 or 4, M) int32: ids, positions, slots, and where the prompt chooses them, places of angles
     program: Any
     result: Tensor
     host_ids: Tensor | None = None  # (2, M) int32, pinned: where sampling leaves the ids of the last two steps
 
-    def load(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> None:
-        self.rows.copy_(torch.tensor((ids, positions, slots), dtype=torch.int32))
+    def load(self, rows: Sequence[Sequence[int]]) -> None:
+        self.rows.copy_(torch.tensor(rows, dtype=torch.int32))
 
 
 class _Eager:
@@ -95,6 +95,7 @@ class Runner:
     ) -> None:
         self.model, self.device, self.kv_dtype, self.capacity, self.graph = model, device, kv_dtype, capacity, graph
         self.history: list[list[int]] = []
+        self._places: list[int] = []  # of each slot: how far its angles are from its positions
         self.cache: Any = None
         if device.type == "cpu":
             ops.backend(device).keep_freed_memory()
@@ -113,7 +114,7 @@ class Runner:
         """Give up the cache and the programs that were captured on it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a step in flight still writes into what goes now
-        held, self.history, self.cache = self.cache is not None, [], None
+        held, self.history, self._places, self.cache = self.cache is not None, [], [], None
         self._graphs.clear()
         self._steps.clear()
         self._states.clear()
@@ -139,6 +140,13 @@ class Runner:
         shape = (c.layers, slots, c.kv_heads, self.capacity, c.head_dim)
         self.cache = KVCache(*shape, self.kv_dtype, self.device, pages)
         self.history = [[] for _ in range(slots)]
+        self.model.rope.reserve(slots)
+        self._places = [0] * slots
+
+    @property
+    def samples_on_device(self) -> bool:
+        """Whether steps may follow each other on the device: places of angles are counted on by the host."""
+        return self.device.type == "cuda" and not self.model.rope.chooses
 
     @property
     def tables(self) -> Tensor:
@@ -153,6 +161,14 @@ class Runner:
         """`set_pages` for several slots."""
         with self._card():
             self.cache.set_tables(pages)
+
+    def root(self, length: int) -> int:
+        """The chain before the first page of prompts of that many tokens: those that choose other angles share none."""
+        return ROOT - self.model.rope.choice(length)
+
+    def set_prompt(self, slot: int, length: int) -> None:
+        """The sequence in `slot` has a prompt of that many tokens, where that chooses its rotary angles."""
+        self._places[slot] = self.model.rope.begin(slot, length)
 
     def prefill(self, ids: Sequence[int], slot: int = 0, start: int = 0, every_row: bool = False) -> Tensor:
         """Run ids[start:] at positions start, start + 1 ... of `slot`, whose cache must already hold ids[:start].
@@ -185,30 +201,53 @@ class Runner:
         with self._card():
             if programmed and key in self._prompt_steps:
                 step = self._prompt_steps[key] or self._captured(*key)
-                inputs = torch.tensor(_prompt_inputs(prompts, tiles, *key), dtype=torch.int32)
-                step.inputs.copy_(ops.to_device(inputs, self.device))  # no waiting for what is under way
+                step.inputs.copy_(self._prompt_inputs(prompts, tiles, *key))
                 step.program.replay()
                 logits = step.result[: len(prompts)].clone()
             else:  # the first time, kernels are loaded on the way
                 if programmed:
                     self._prompt_steps[key] = None
-                inputs = torch.tensor(_prompt_inputs(prompts, tiles, rows, len(tiles)), dtype=torch.int32)
-                graph = self._graph(prompts=True, every_row=every_row)
-                logits = graph(*_prompt_views(ops.to_device(inputs, self.device), rows, len(tiles)))[
-                    : rows if every_row else len(prompts)
-                ]
+                inputs = self._prompt_inputs(prompts, tiles, rows, len(tiles))
+                logits = self._prompt_logits(inputs, rows, len(tiles), every_row)
         for p in prompts:
             self.history[p.slot] = list(p.ids)
-        return logits
+        return logits if every_row else logits[: len(prompts)]
 
     def _captured(self, rows: int, tiles: int) -> _PromptStep:
-        inputs = torch.zeros(3 * rows + 3 * tiles, dtype=torch.int32, device=self.device)
+        size = self._token_rows * rows + 3 * tiles
+        inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with ops.capture(self.device, self._pool) as program:
-            result = self._graph(prompts=True, every_row=False)(*_prompt_views(inputs, rows, tiles))
+            result = self._prompt_logits(inputs, rows, tiles, every_row=False)
         step = self._prompt_steps[rows, tiles] = _PromptStep(inputs, program, result)
         return step
+
+    def _prompt_inputs(
+        self, prompts: Sequence[Prompt], tiles: Sequence[tuple[int, int]], rows: int, room: int
+    ) -> Tensor:
+        """What a step of prompts reads, int32 on the device, filled up: `_host_rows` of the tokens, `room` tiles, and
+        the row of each prompt's last token. The host does not wait for what is under way."""
+        ids = [token for p in prompts for token in p.ids[p.start :]]
+        positions = [position for p in prompts for position in range(p.start, len(p.ids))]
+        slots = [p.slot for p in prompts for _ in range(p.start, len(p.ids))]
+        more, idle = rows - len(ids), room - len(tiles)
+        flat: list[int] = []
+        # a row that nobody reads has no slot: it writes no key and no value
+        for of_tokens, unread in zip(self._host_rows(ids, positions, slots), (0, 0, -1, 0), strict=False):
+            flat += [*of_tokens, *[unread] * more]
+        last = [end - 1 for end in accumulate(len(p.ids) - p.start for p in prompts)]
+        flat += [number for tile in tiles for number in tile] + [0] * (2 * idle) + last + [0] * (room - len(last))
+        return ops.to_device(torch.tensor(flat, dtype=torch.int32), self.device)
+
+    def _prompt_logits(self, inputs: Tensor, rows: int, tiles: int, every_row: bool) -> Tensor:
+        *tokens, table, wanted = inputs.split([*[rows] * self._token_rows, 2 * tiles, tiles])
+        return self._graph(prompts=True, every_row=every_row)(*tokens, table.view(-1, 2), wanted)
+
+    @property
+    def _token_rows(self) -> int:
+        """Numbers that a step reads for each token: `_host_rows`."""
+        return 3 + self.model.rope.chooses
 
     def decode(self, ids: Sequence[int], slots: Sequence[int]) -> Tensor:
         """Feed one token to each of M slots. Returns logits (M, vocab), fp32, valid until the next call."""
@@ -219,7 +258,7 @@ class Runner:
             rows = self._rows(ids, positions, slots)
             self._steps[key] = self._recorded(rows, lambda: self._logits(rows))
         step = self._steps[key]
-        step.load(ids, positions, slots)
+        step.load(self._host_rows(ids, positions, slots))
         step.program.replay()
         for slot, token in zip(slots, ids, strict=True):
             self.history[slot].append(token)
@@ -249,7 +288,7 @@ class Runner:
         for name, target in self._states[key].tensors().items():
             if target is not None and (source := given[name]) is not None:
                 target.copy_(source)
-        self._steps[key].load(ids, positions, slots)
+        self._steps[key].load(self._host_rows(ids, positions, slots))
         return SampledSteps(self, self._steps[key], list(ids), list(slots), state.steps.tolist())
 
     def kernels_per_step(self, batch: int) -> int:
@@ -262,14 +301,16 @@ class Runner:
 
     def _graph(self, prompts: bool, every_row: bool) -> Graph:
         """The ops from ids, positions and slots, of prompts also tiles and wanted, to the logits."""
-        key = (prompts, every_row)
+        key, chooses = (prompts, every_row), self.model.rope.chooses
         if key not in self._graphs:
 
             def forward(ids: Value, positions: Value, slots: Value, *more: Value) -> Value:
-                tiles, wanted = more or (None, None)
-                return self.model.forward(Step(ids, positions, slots, self.cache, tiles, None if every_row else wanted))
+                places = more[0] if chooses else None
+                tiles, wanted = more[chooses:] or (None, None)
+                wanted = None if every_row else wanted
+                return self.model.forward(Step(ids, positions, slots, self.cache, tiles, wanted, places))
 
-            graph = record(forward, 5 if prompts else 3, self.device)
+            graph = record(forward, 3 + chooses + 2 * prompts, self.device)
             self._graphs[key] = fused(graph) if self.graph else graph
         return self._graphs[key]
 
@@ -290,36 +331,13 @@ class Runner:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _rows(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Tensor:
-        return torch.tensor((ids, positions, slots), dtype=torch.int32, device=self.device)
+        return torch.tensor(self._host_rows(ids, positions, slots), dtype=torch.int32, device=self.device)
 
-
-def _prompt_inputs(prompts: Sequence[Prompt], tiles: Sequence[tuple[int, int]], rows: int, room: int) -> list[int]:
-    """Ids, positions and slots of a step, `room` tiles, and the row of each prompt's last token; filled up."""
-    ids = [token for p in prompts for token in p.ids[p.start :]]
-    more, idle = [0] * (rows - len(ids)), [0] * (2 * (room - len(tiles)))
-    positions = [position for p in prompts for position in range(p.start, len(p.ids))]
-    slots = [p.slot for p in prompts for _ in range(p.start, len(p.ids))]
-    last = [end - 1 for end in accumulate(len(p.ids) - p.start for p in prompts)]
-    flat = [number for tile in tiles for number in tile]
-    # a row that nobody reads has no slot: it writes no key and no value
-    return [
-        *ids,
-        *more,
-        *positions,
-        *more,
-        *slots,
-        *(-1 for _ in more),
-        *flat,
-        *idle,
-        *last,
-        *([0] * (room - len(last))),
-    ]
-
-
-def _prompt_views(inputs: Tensor, rows: int, tiles: int) -> list[Tensor]:
-    """Ids, positions, slots, tiles and the rows wanted."""
-    ids, positions, slots, table, wanted = inputs.split([rows, rows, rows, 2 * tiles, tiles])
-    return [ids, positions, slots, table.view(-1, 2), wanted]
+    def _host_rows(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> list[Sequence[int]]:
+        rows = [ids, positions, slots]
+        if self.model.rope.chooses:
+            rows.append([position + self._places[slot] for position, slot in zip(positions, slots, strict=True)])
+        return rows
 
 
 class SampledSteps:

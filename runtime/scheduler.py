@@ -35,6 +35,7 @@ class Sequence:
     prompt   how many of `ids` are the prompt
     limit    how many tokens it may come to have
     share    how many tokens of its beginning pages that others computed may stand in for
+    root     the chain before its first page: those of another one's are not found
     owner    whatever the engine knows it by
     """
 
@@ -42,6 +43,7 @@ class Sequence:
     prompt: int
     limit: int
     share: int = 1 << 62
+    root: int = ROOT
     owner: Any = None
     arrival: int = 0
     computed: int = 0
@@ -50,7 +52,10 @@ class Sequence:
     parked: bool = False  # its reader is behind
     pages: list[int] = field(default_factory=list)
     published: int = 0  # pages of its prompt that can be found
-    chain: int = ROOT  # the chain that the last of them ends
+    chain: int = ROOT  # the chain that the last of them ends, `root` before the first
+
+    def __post_init__(self) -> None:
+        self.chain = self.root
 
     @property
     def running(self) -> bool:
@@ -268,7 +273,7 @@ class Scheduler:
 
     def _give_back(self, s: Sequence) -> None:
         self.pool.release(s.pages)
-        s.pages, s.chain = [], ROOT
+        s.pages, s.chain = [], s.root
         s.computed = s.published = s.reused = 0
 
 

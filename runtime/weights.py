@@ -12,7 +12,7 @@ from nibblelm import ops
 from nibblelm.checkpoint import Checkpoint
 from nibblelm.checkpoint.json_object import listed
 from nibblelm.errors import CheckpointError
-from nibblelm.ops.reference import unpack_codes
+from nibblelm.ops.reference import dequantize, unpack_codes
 from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, Weight, scheme
 from nibblelm.quant.affine import pack_zero_point
 
@@ -21,6 +21,7 @@ PACKED = frozenset({"weight_packed", "weight_scale", "weight_zero_point", "weigh
 # Of older files: computed here.
 _BUFFERS = (
     "rotary_emb.inv_freq",
+    "rotary_pos_emb.inv_freq",
     ".attention.bias",
     ".attention.masked_bias",
     ".attn.masked_bias",
@@ -82,8 +83,13 @@ class Weights(Protocol):
         """The (rows, columns) embedding table."""
         ...
 
-    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
-        """The (rows, columns) output head, which may be the embedding table `table`."""
+    def head(
+        self, module: str, table: str, rows: int, columns: int, tied: bool, unit_rows: bool = False
+    ) -> list[PackedLinear]:
+        """The (rows, columns) output head, which may be the embedding table `table`.
+
+        unit_rows  each row is divided by its length
+        """
         ...
 
 
@@ -119,7 +125,9 @@ class PlanWeights:
         self.specs.append(TensorSpec(f"{module}.weight", "embedding", (rows, columns)))
         return torch.empty(0)
 
-    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
+    def head(
+        self, module: str, table: str, rows: int, columns: int, tied: bool, unit_rows: bool = False
+    ) -> list[PackedLinear]:
         return [] if tied else self.matrices([(module, rows)], columns, "head")
 
 
@@ -196,9 +204,37 @@ class CheckpointWeights:
             module = "lm_head"
         return _to_device(self._weight(module, (rows, columns)), self.device)
 
-    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
+    def head(
+        self, module: str, table: str, rows: int, columns: int, tied: bool, unit_rows: bool = False
+    ) -> list[PackedLinear]:
         shipped = not tied or self._holds(module)
-        return self.matrices([(module if shipped else table, rows)], columns, "head")
+        if not unit_rows:
+            return self.matrices([(module if shipped else table, rows)], columns, "head")
+        packed = [ops.pack_linear([_unit_rows(self._weight(module, (rows, columns)))], self.device)]
+        self.streamed_bytes += packed[0].nbytes
+        self._release(module)
+        return packed
+
+
+def _unit_rows(weight: Weight) -> Weight:
+    """The rows of a weight divided by their length, in blocks: their values are needed for that."""
+    lengths = torch.cat([
+        torch.linalg.vector_norm(dequantize(_rows(weight, first, first + 4096)), dim=1)
+        for first in range(0, weight.shape[0], 4096)
+    ])  # fmt: skip
+    if isinstance(weight, Tensor):
+        return weight.float() / lengths[:, None]
+    return replace(weight, scale=weight.scale.float() / lengths[:, None])
+
+
+def _rows(weight: Weight, first: int, last: int) -> Weight:
+    """Rows of a weight; `first` is a multiple of 8, of which one word has the zero-points."""
+    if isinstance(weight, Tensor):
+        return weight[first:last]
+    count, per = min(last, weight.shape[0]) - first, 32 // weight.bits
+    zero = None if weight.zero_point is None else weight.zero_point[first // per : -(-(first + count) // per)]
+    codes, scale = weight.codes[first:last], weight.scale[first:last]
+    return replace(weight, codes=codes, scale=scale, zero_point=zero, shape=(count, weight.shape[1]))
 
 
 def reordered(weight: Weight, order: Tensor) -> Weight:

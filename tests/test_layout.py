@@ -17,7 +17,7 @@ LAYERS = [
     ["ops"],
     ["config", "checkpoint", "graph"],
     ["quant"],
-    ["tokenizer", "rope_scaling", "kv_cache", "weights", "random_weights", "rope", "layers"],
+    ["tokenizer", "rope_scaling", "rope", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
     "shapes runner sampling_params sampler stats structured benchmark prompts request".split()
     + "scheduler executor engine_core engine".split(),

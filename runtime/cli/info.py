@@ -10,12 +10,19 @@ HELP = "print architecture, context, bits per weight and memory of a model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-m", "--model", required=True, metavar="PATH|HUB_ID", help="model folder or hub id")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("-m", "--model", metavar="PATH|HUB_ID", help="model folder or hub id")
+    which.add_argument("--supported", action="store_true", help="list model families and the switches they understand")
     parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.supported:
+        from nibblelm.cli.supported import table
+
+        print(table())
+        return 0
     facts = describe(args.model, args.strict)
     if args.json:
         print(json.dumps(facts))

@@ -118,7 +118,9 @@ class _Skeleton(PlanWeights):
         shape, names = (sum(rows for _, rows in modules), columns), [name for name, _ in modules]
         return [PackedLinear(shape, 32, -1, 0, self.device, (names, order))]
 
-    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
+    def head(
+        self, module: str, table: str, rows: int, columns: int, tied: bool, unit_rows: bool = False
+    ) -> list[PackedLinear]:
         return self.matrices([(module, rows)], columns, "head")
 
     def vector(self, name: str, *shape: int) -> Tensor:

@@ -99,18 +99,28 @@ class Value:
         """Those of some tokens, whose numbers `wanted` holds; None: all."""
         return self if wanted is None else self._op("rows", {"x": self, "wanted": wanted}, {})
 
-    def rope_append(self, positions: "Value", slots: "Value", **options: Any) -> "Value":
+    def rope_append(self, positions: "Value", slots: "Value", places: "Value | None" = None, **options: Any) -> "Value":
         """(M, H + 2 Hkv, D) -> (M, H, D); options as in `ops.rope_append`, the caches among them."""
         cache: Tensor = options["k_cache"]
         width = self.width - 2 * cache.shape[1] * cache.shape[3]
-        return self._op("rope_append", {"qkv": self, "positions": positions, "slots": slots}, options, width)
+        inputs = {"qkv": self, "positions": positions, "slots": slots} | ({} if places is None else {"places": places})
+        return self._op("rope_append", inputs, options, width)
 
-    def append(self, k: "Value", v: "Value", positions: "Value", slots: "Value", **options: Any) -> "Value":
+    def append(
+        self,
+        k: "Value",
+        v: "Value",
+        positions: "Value",
+        slots: "Value",
+        places: "Value | None" = None,
+        **options: Any,
+    ) -> "Value":
         """q (M, H, D) rotated, k and v (M, Hkv, D) in the cache: what `rope_append` does, of separate values.
 
         cos, sin  left out: nothing is rotated; q_cos, q_sin, if given, are for q
         """
-        return self._op("append", {"q": self, "k": k, "v": v, "positions": positions, "slots": slots}, options)
+        inputs = {"q": self, "k": k, "v": v, "positions": positions, "slots": slots}
+        return self._op("append", inputs | ({} if places is None else {"places": places}), options)
 
     def attention(self, positions: "Value", slots: "Value", tiles: "Value | None" = None, **options: Any) -> "Value":
         """(M, H, D) -> (M, H D); options as in `ops.attention`, the caches among them."""
@@ -196,6 +206,7 @@ def _append(
     tables: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    places: Tensor | None = None,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     q_cos: Tensor | None = None,
@@ -203,8 +214,9 @@ def _append(
     interleaved: bool = False,
 ) -> Tensor:
     if cos is not None and sin is not None:
-        ops.rope(q, positions, cos if q_cos is None else q_cos, sin if q_sin is None else q_sin, interleaved)
-        ops.rope(k, positions, cos, sin, interleaved)
+        angles = positions if places is None else places
+        ops.rope(q, angles, cos if q_cos is None else q_cos, sin if q_sin is None else q_sin, interleaved)
+        ops.rope(k, angles, cos, sin, interleaved)
     ops.kv_append(k, v, k_cache, v_cache, slots, positions, tables)
     return q
 

@@ -189,16 +189,19 @@ def rope_append(
     eps: float = 1e-6,
     plus_one: bool = False,
     interleaved: bool = False,
+    places: Tensor | None = None,
 ) -> Tensor:
     """From the fused projection to attention's inputs: QK-norm, `rope` of q and k, `kv_append`: in one kernel on
     CUDA, kernel by kernel on the CPU.
 
-    qkv (M, H + 2 Hkv, D) in the order q, k, v, in place; positions (M,) or (2, M), in which case stream 0 is
-    the position in the cache; q_norm, k_norm (D,) fp32 or None; everything else as in the ops it fuses.
+    qkv (M, H + 2 Hkv, D) in the order q, k, v, in place; positions (M,) in the cache; places (M,) or (2, M) int32: what
+    `rope` has as positions, where that is not the same; q_norm, k_norm (D,) fp32 or None; else as in the ops it fuses.
     Returns the rotated q, (M, H, D), a view of qkv. The k and v rows of qkv are undefined afterwards.
     """
+    norms = (q_norm, k_norm, eps, plus_one)
+    angles = positions if places is None else places
     return backend(qkv.device).rope_append(
-        qkv, positions, slots, tables, cos, sin, k_cache, v_cache, q_norm, k_norm, eps, plus_one, interleaved
+        qkv, positions, angles, slots, tables, cos, sin, k_cache, v_cache, *norms, interleaved
     )
 
 

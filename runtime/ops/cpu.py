@@ -265,6 +265,7 @@ def kv_append(
 def rope_append(
     qkv: Tensor,
     positions: Tensor,
+    places: Tensor,
     slots: Tensor,
     tables: Tensor,
     cos: Tensor,
@@ -282,8 +283,8 @@ def rope_append(
     for part, weight in ((q, q_norm), (k, k_norm)):
         if weight is not None:
             _rms_norm_into(part, part, weight, eps, None, plus_one)
-        rope(part, positions, cos, sin, interleaved)
-    kv_append(k, v, k_cache, v_cache, slots, positions if positions.ndim == 1 else positions[0], tables)
+        rope(part, places, cos, sin, interleaved)
+    kv_append(k, v, k_cache, v_cache, slots, positions, tables)
     return q
 
 

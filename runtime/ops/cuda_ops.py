@@ -129,6 +129,7 @@ def kv_append(
 def rope_append(
     qkv: Tensor,
     positions: Tensor,
+    places: Tensor,
     slots: Tensor,
     tables: Tensor,
     cos: Tensor,
@@ -141,10 +142,9 @@ def rope_append(
     plus_one: bool,
     interleaved: bool,
 ) -> Tensor:
-    table = _rope_table(qkv, positions, cos, sin, interleaved)
+    table = _rope_table(qkv, places, cos, sin, interleaved)
     m, all_heads, head_dim = qkv.shape
-    main = positions if positions.ndim == 1 else positions[0]
-    cache = _paged_cache("rope_append", m, k_cache, v_cache, slots, main, tables)
+    cache = _paged_cache("rope_append", m, k_cache, v_cache, slots, positions, tables)
     heads = all_heads - 2 * k_cache.shape[1]
     fits = heads > 0 and head_dim == k_cache.shape[3] and vector(q_norm, head_dim) and vector(k_norm, head_dim)
     require_arguments(fits, "rope_append", "qkv (M, H + 2 Hkv, D), norms (D,) fp32", qkv, k_cache, q_norm, k_norm)

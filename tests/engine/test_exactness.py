@@ -23,7 +23,7 @@ from nibblelm.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
-from oracle import save_random
+from oracle import CONFIGS, save_random
 from requests_alone import COUNT, requests, result
 
 USABLE, REASON = ops.cuda_available()
@@ -34,19 +34,25 @@ FORMATS = {
     "int8": dict(bits=8),
     "full": None,
 }
-KINDS = [  # family, weights, device, dtype
-    ("mistral", "int4", "cpu", "auto"),
-    ("qwen3", "full", "cpu", "fp32"),
-    *(
-        pytest.param(("qwen3", weights, "cuda", dtype), marks=GPU, id=f"cuda-{weights}-{dtype}")
-        for weights in FORMATS
-        for dtype in ("bf16", "fp32")
-    ),
-]
+KINDS = [("mistral", "int4", "cpu", "auto"), ("qwen3", "full", "cpu", "fp32"), ("phi3-longrope", "int4", "cpu", "auto")]
+"""Family, weights, device, dtype: on the CPU; with --every all variants of all families beside them."""
+CUDA_KINDS = [("qwen3", weights, "cuda", dtype) for weights in FORMATS for dtype in ("bf16", "fp32")]
+CUDA_KINDS += [(name, "int4", "cuda", "bf16") for name in CONFIGS if name not in {"qwen3", "llama-dynamic"}]
 REQUESTS = requests()
 
 
-@pytest.fixture(scope="module", params=KINDS, ids="-".join)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "model" not in metafunc.fixturenames:
+        return
+    kinds = list(KINDS)
+    if metafunc.config.getoption("--every"):  # but for a context that the requests do not fit in
+        kinds += [(name, "int4", "cpu", "auto") for name in CONFIGS if name != "llama-dynamic"]
+    params = [pytest.param(kind, id="-".join(kind)) for kind in dict.fromkeys(kinds)]
+    params += [pytest.param(kind, marks=GPU, id="-".join(kind)) for kind in CUDA_KINDS]
+    metafunc.parametrize("model", params, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, list[Any]]:
     """A loaded model, and what each of REQUESTS gives alone in a process of its own."""
     family, weights, device, dtype = request.param
@@ -133,7 +139,7 @@ def test_ids_are_those_of_one_request_at_a_time(
     model: tuple[LLM, list[Any]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm, alone = model
-    share = 2 * len(FORMATS) if llm.device.type == "cuda" else len(KINDS) - 2 * len(FORMATS)
+    share = len(CUDA_KINDS if llm.device.type == "cuda" else KINDS)
 
     @settings(max_examples=-(-request.config.getoption("--schedules") // share), deadline=None)
     @given(schedules())

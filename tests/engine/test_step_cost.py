@@ -41,6 +41,8 @@ class Device:
         self.history: list[list[int]] = [[] for _ in range(slots + 1)]
         self.cache, self.tables = SimpleNamespace(pages=1), torch.zeros(slots + 1, 1)
 
+    samples_on_device = True
+
     def set_pages(self, slot: int, pages: list[int]) -> None:
         pass
 
@@ -51,6 +53,12 @@ class Device:
         for p in prompts:
             self.history[p.slot] = list(p.ids)
         return torch.zeros(len(prompts), VOCABULARY)
+
+    def set_prompt(self, slot: int, length: int) -> None:
+        pass
+
+    def root(self, length: int) -> int:
+        return 0
 
     def sampled_steps(self, ids: list[int], slots: list[int], state: Any) -> Steps:
         return Steps(self, slots)

@@ -24,6 +24,7 @@ LLAMA3 = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=64,
 )
+_CHATGLM = dict(padded_vocab_size=331, num_layers=2, seq_length=512, layernorm_epsilon=1e-5)
 YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128)
 
 
@@ -52,6 +53,22 @@ CONFIGS: dict[str, dict] = {
         attention_bias=True,
         mlp_bias=True,
         rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0),
+    ),
+    # Prompts of 70 tokens are beyond the original context, those of 3 are not.
+    "llama-dynamic": _sizes(
+        head_dim=32,
+        max_position_embeddings=32,
+        rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0),
+    ),
+    "llama-longrope": _sizes(
+        head_dim=32,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=10000.0,
+            original_max_position_embeddings=32,
+            short_factor=[1.0 + 0.1 * i for i in range(16)],
+            long_factor=[1.5 + 0.5 * i for i in range(16)],
+        ),
     ),
     "gpt_neox": dict(
         hidden_size=96,
@@ -144,6 +161,18 @@ CONFIGS: dict[str, dict] = {
         pad_token_id=0,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.75),
     ),
+    "phi3-longrope": _sizes(
+        num_key_value_heads=1,
+        pad_token_id=0,
+        original_max_position_embeddings=32,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=10000.0,
+            partial_rotary_factor=0.5,
+            short_factor=[1.0 + 0.1 * i for i in range(8)],
+            long_factor=[1.5 + 0.5 * i for i in range(8)],
+        ),
+    ),
     "olmo2": _sizes(attention_bias=True),
     "olmo3": _sizes(
         layer_types=["sliding_attention", "full_attention"],
@@ -223,6 +252,44 @@ CONFIGS: dict[str, dict] = {
         enable_bias=False,
         activation_function="gelu",
     ),
+    "internlm2": _sizes(rope_theta=10000.0, rms_norm_eps=1e-6, bias=True, hidden_act="silu"),
+    "internlm2-plain": _sizes(rope_theta=1e6, rms_norm_eps=1e-5, bias=False, num_key_value_heads=1),
+    "internlm3": _sizes(rope_theta=10000.0, rms_norm_eps=1e-5, head_dim=24, qkv_bias=True, bias=False),
+    "internlm3-bias": _sizes(rope_theta=5e4, rms_norm_eps=1e-5, head_dim=32, qkv_bias=False, bias=True),
+    "baichuan": _sizes(rms_norm_eps=1e-6, num_key_value_heads=None),
+    "baichuan-13b": dict(
+        hidden_size=96,
+        intermediate_size=176,
+        num_attention_heads=6,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=None,
+        model_max_length=512,
+        z_loss_weight=0,
+    ),
+    "chatglm": dict(
+        **_CHATGLM,
+        hidden_size=128,
+        ffn_hidden_size=176,
+        num_attention_heads=4,
+        kv_channels=32,
+        rope_ratio=1,
+        multi_query_attention=True,
+        multi_query_group_num=2,
+        add_qkv_bias=True,
+        add_bias_linear=False,
+    ),
+    "chatglm-each": dict(
+        **_CHATGLM,
+        hidden_size=96,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        kv_channels=24,
+        rope_ratio=50,
+        multi_query_attention=False,
+        multi_query_group_num=1,
+        add_qkv_bias=False,
+        add_bias_linear=True,
+    ),
     "bloom": dict(hidden_size=128, n_head=8),
     "bloom-normed": dict(
         hidden_size=96, n_head=6, apply_residual_connection_post_layernorm=True, tie_word_embeddings=False
@@ -265,6 +332,9 @@ MIXED_BY_FAMILY = {
     **dict.fromkeys(("gpt_neox", "bloom", "falcon"), _DENSE),
     "phi3": _FUSED,
     **dict.fromkeys(("glm", "glm4"), (r"k_proj=8", _FUSED[1])),
+    "internlm2": (r"wqkv=8", r"layers\.0\.feed_forward\.w3=16"),
+    "baichuan": (r"W_pack=8", r"layers\.0\.mlp\.up_proj=16"),
+    "chatglm": (r"attention\.dense=8", r"layers\.0\.mlp\.dense_h_to_4h=16"),
     "phi": (r"k_proj=8", r"layers\.0\.mlp\.fc1=16"),
     "starcoder2": (r"k_proj=8", r"layers\.0\.mlp\.c_fc=16"),
     "gptj": (r"k_proj=8", r"h\.0\.mlp\.fc_in=16"),
@@ -316,7 +386,7 @@ def load_reference(source: Path, quantized: Path | None = None) -> PreTrainedMod
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation=kind)
     if quantized is not None:
         state = {key.replace("embed_out.", "lm_head."): value for key, value in unpacked(quantized).items()}
-        if "lm_head.weight" in state and model.config.tie_word_embeddings:
+        if "lm_head.weight" in state and getattr(model.config, "tie_word_embeddings", False):
             model.config.tie_word_embeddings = False
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
         packed = {key.removesuffix("_packed") for key in names_in(quantized) if key.endswith(".weight_packed")}

@@ -52,6 +52,7 @@ def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     # token by token, from a short prefill: another kernel family, the same numbers
     runner = exact.runner
     runner.set_pages(0, [0, 1])
+    runner.set_prompt(0, len(PROMPT))
     with torch.inference_mode():
         runner.prefill(PROMPT[:3])
         steps = torch.cat([runner.decode([token], [0]).clone() for token in PROMPT[3:]]).cpu()

@@ -50,13 +50,27 @@ class ShapesOnly:
     def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
         return torch.empty(rows, columns, device=META)
 
-    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
+    def head(
+        self, module: str, table: str, rows: int, columns: int, tied: bool, unit_rows: bool = False
+    ) -> list[PackedLinear]:
         return self.matrices([(module, rows)], columns)
 
 
 WINDOWED = {"gemma2", "gemma3_text", "olmo3", "cohere2", "ministral"}
 # Families whose heads are always a part of the hidden state.
-PARTS_OF_HIDDEN = {"gpt_neox", "stablelm", "phi", "gptj", "gpt2", "codegen", "opt", "bloom", "mpt", "falcon"}
+PARTS_OF_HIDDEN = {
+    "gpt_neox",
+    "stablelm",
+    "phi",
+    "gptj",
+    "gpt2",
+    "codegen",
+    "opt",
+    "bloom",
+    "mpt",
+    "falcon",
+    "baichuan",
+}
 _GPT = {
     "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head", "num_key_value_heads": None, "max_position_embeddings": "n_positions",
@@ -65,6 +79,12 @@ _NONE = {"intermediate_size": None, "num_key_value_heads": None}
 # What a family calls a size; None: it has no such key.
 OWN_NAMES: dict[str, dict[str, str | None]] = {
     "gpt_neox": {"num_key_value_heads": None},
+    "baichuan": {"num_key_value_heads": None},
+    "chatglm": {
+        "intermediate_size": "ffn_hidden_size", "num_hidden_layers": "num_layers", "head_dim": "kv_channels",
+        "num_key_value_heads": "multi_query_group_num", "vocab_size": "padded_vocab_size",
+        "max_position_embeddings": "seq_length",
+    },
     "gptj": _GPT,
     "gpt2": _GPT,
     "codegen": _GPT,

@@ -82,6 +82,7 @@ def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     # the same prompt token by token, from a short prefill
     runner = llm.runner
     runner.set_pages(0, [0, 1])
+    runner.set_prompt(0, len(PROMPT))
     with torch.inference_mode():
         runner.prefill(PROMPT[:3])
         steps = torch.cat([runner.decode([token], [0]).clone() for token in PROMPT[3:]])
@@ -95,8 +96,9 @@ def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
 # For 8 bits there is a second yardstick, in float32: the source implementation with the inputs of its linear modules
 # rounded so. That is all of the error, but for the bf16 cache, whose values have an eighth of it, and how errors of the
 # same size fall: a quarter more is allowed. FEW_ROUNDINGS are held to it alone: bf16 rounds less often in them, whose
-# blocks stand side by side or whose norms come last, so that 8 bits cost up to 2.6 times as much.
-FEW_ROUNDINGS = {"cohere", "cohere-norm", "cohere2", "codegen", "stablelm-parallel", "opt-after"}
+# blocks stand side by side, whose norms come last, whose feed-forward has no gate or that have ALiBi, so that 8 bits
+# cost up to 2.6 times as much.
+FEW_ROUNDINGS = {"baichuan", "codegen", "cohere", "cohere2", "falcon", "gptj", "mpt", "opt", "phi", "stablelm"}
 
 
 def test_rounded_activations(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
@@ -107,7 +109,7 @@ def test_rounded_activations(source: tuple[str, Path], scheme: str, tmp_path: Pa
         want = reference(torch.tensor([PROMPT])).logits[0]
         yardstick = relative_error(reference.bfloat16()(torch.tensor([PROMPT])).logits[0].float(), want).mean()
     limits = {"auto": 1.25 * relative_error(rounded_inputs(folder, quantized, scheme), want).mean()}
-    for dtype, bound in (("auto", torch.inf if name in FEW_ROUNDINGS else 2.0), ("bf16", 0.5)):
+    for dtype, bound in (("auto", torch.inf if name.partition("-")[0] in FEW_ROUNDINGS else 2.0), ("bf16", 0.5)):
         llm = LLM(quantized, device="cpu", dtype=dtype)
         got = llm.logits(PROMPT)
         ratio = relative_error(got, want).mean() / yardstick
@@ -117,6 +119,7 @@ def test_rounded_activations(source: tuple[str, Path], scheme: str, tmp_path: Pa
         assert ratio <= bound
         assert relative_error(got, want).mean() <= limits.get(dtype, torch.inf)
         llm.runner.set_pages(0, [0, 1])
+        llm.runner.set_prompt(0, len(PROMPT))
         with torch.inference_mode():
             llm.runner.prefill(PROMPT[:3])
             steps = torch.cat([llm.runner.decode([token], [0]).clone() for token in PROMPT[3:]])

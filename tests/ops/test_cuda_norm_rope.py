@@ -133,7 +133,10 @@ def test_rope_append(normed: bool, streams: int, dtype: torch.dtype, cache_dtype
         ops.rope(k, positions, cos, sin)
         main = positions if streams == 1 else positions[0]
         ops.kv_append(k, v, caches[0], caches[1], slots, main, page_tables)
-        got = ops.rope_append(qkv, positions, slots, page_tables, cos, sin, *caches[2:], norm, norm, 1e-6, True)
+        places = None if streams == 1 else positions
+        got = ops.rope_append(
+            qkv, main, slots, page_tables, cos, sin, *caches[2:], norm, norm, 1e-6, True, places=places
+        )
         for new, old in ((got, want), (caches[2], caches[0]), (caches[3], caches[1])):
             if normed:  # the squares are added in another order: now and then a norm rounds the other way
                 assert (new - old).abs().max() <= 4 * ROUNDING[new.dtype] * old.abs().max()
