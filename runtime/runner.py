@@ -182,7 +182,8 @@ class Runner:
         chunk, parts = PREFILL_CHUNK[self.device.type], []
         for first in range(start, len(ids), chunk):
             prompt = Prompt(ids[: min(first + chunk, len(ids))], slot, first)
-            parts.append(self._prefill([prompt], every_row))
+            with self._card():
+                parts.append(self._prefill([prompt], every_row))
         return torch.cat(parts) if every_row and len(parts) > 1 else parts[-1]
 
     def prefill_together(self, prompts: Sequence[Prompt]) -> Tensor:
@@ -190,7 +191,8 @@ class Runner:
 
         Returns the logits (len(prompts), vocab) of the last token of each; fp32.
         """
-        return self._prefill(prompts, every_row=False)
+        with self._card():
+            return self._prefill(prompts, every_row=False)
 
     def _prefill(self, prompts: Sequence[Prompt], every_row: bool) -> Tensor:
         self.model.rope.reach(max(len(p.ids) for p in prompts))
@@ -198,17 +200,16 @@ class Runner:
         tiles, rows = prompt_tiles(counts), sum(counts)
         key = next((count for count in _PROGRAM_ROWS if count >= rows), 0), 1 << (len(tiles) - 1).bit_length()
         programmed = self.graph and self.device.type == "cuda" and key[0] and not every_row
-        with self._card():
-            if programmed and key in self._prompt_steps:
-                step = self._prompt_steps[key] or self._captured(*key)
-                step.inputs.copy_(self._prompt_inputs(prompts, tiles, *key))
-                step.program.replay()
-                logits = step.result[: len(prompts)].clone()
-            else:  # the first time, kernels are loaded on the way
-                if programmed:
-                    self._prompt_steps[key] = None
-                inputs = self._prompt_inputs(prompts, tiles, rows, len(tiles))
-                logits = self._prompt_logits(inputs, rows, len(tiles), every_row)
+        if programmed and key in self._prompt_steps:
+            step = self._prompt_steps[key] or self._captured(*key)
+            step.inputs.copy_(self._prompt_inputs(prompts, tiles, *key))
+            step.program.replay()
+            logits = step.result.clone()
+        else:  # the first time, kernels are loaded on the way
+            if programmed:
+                self._prompt_steps[key] = None
+            inputs = self._prompt_inputs(prompts, tiles, rows, len(tiles))
+            logits = self._prompt_logits(inputs, rows, len(tiles), every_row)
         for p in prompts:
             self.history[p.slot] = list(p.ids)
         return logits if every_row else logits[: len(prompts)]

@@ -10,9 +10,10 @@ from torch import Tensor
 from nibblelm import _cpu
 
 PAGE: int = _cpu.PAGE
+"""Positions of a page of the KV cache."""
+
 PROMPT_TILE = 128
 """Most rows of a tile of prompts."""
-"""Positions of a page of the KV cache."""
 
 ActivationBits = Literal[8, 16, 24]
 
