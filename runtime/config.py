@@ -285,6 +285,15 @@ def read_layer_ropes(raw: Mapping[str, Any], theta: float, window_theta: float) 
 
 
 @dataclass(frozen=True)
+class Gap:
+    """How a prompt names the gap that its answer fills (ChatGLM-6B): token ids. What stands before `begin` is context,
+    whose tokens all see each other; the answer is at the place of the first of `masks` that is in the prompt."""
+
+    begin: int
+    masks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class DecoderConfig:
     """What the layers of a decoder need to know. Sizes are in elements."""
 
@@ -312,6 +321,7 @@ class DecoderConfig:
     interleaved: bool = False  # pairs that rotate together are neighbours, not half a head apart
     window_rope: RopeConfig | None = None  # of the layers with a window, where it is not `rope`
     unrotated: tuple[int, ...] = ()  # layers without rotary positions
+    gap: Gap | None = None  # prompts are bidirectional, positions are two streams
     query_growth: tuple[float, float] = (0.0, 1.0)  # (b, n): q is times 1 + b log(1 + floor(position / n))
     transposed: bool = False  # the checkpoint has the layers' matrices as (K, N)
     embedding_multiplier: float = 1.0

@@ -48,9 +48,10 @@ class Engine:
             list(request.ids),
             len(request.ids),
             len(request.ids) + max(request.most, 1),
-            share=request.share,
+            share=0 if core.runner.bidirectional else request.share,
             owner=request,
-            root=core.root(len(request.ids)),
+            root=core.runner.root(request.ids),
+            whole=core.runner.bidirectional,
         )
         channel = _Channel(stream)
         with self._lock:
@@ -177,7 +178,7 @@ class _Core:
         self.end: Callable[[], EngineError] | None = None  # makes what every request gets from now on
         self.finished = 0
         self._scheduler, self._executor = scheduler, Executor(runner, scheduler)
-        self.root = runner.root
+        self.runner = runner
         self._channels: dict[Sequence, _Channel] = {}
 
     def run(self) -> None:

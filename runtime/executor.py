@@ -47,7 +47,7 @@ class Executor:
         """Compute a step. Yields each sequence that is due a token with what was chosen for it, as soon as it is."""
         for s in plan.moved:
             self._runner.set_pages(s.slot, s.pages)
-            self._runner.set_prompt(s.slot, s.prompt)
+            self._runner.set_prompt(s.slot, s.ids, s.prompt)
         if self._runner.samples_on_device:
             flying = [s for s in plan.decodes if s.at_end and s.owner.params.logprobs is None]
             hosted = [s for s in plan.decodes if not s.at_end or s.owner.params.logprobs is not None]

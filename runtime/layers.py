@@ -45,7 +45,10 @@ class Step:
     slots: Value
     cache: KVCache
     one_sequence: bool = False  # all tokens follow each other in one slot: a prompt
-    places: Value | None = None  # of the rotary angles in their tables, where these are not the positions
+    places: Value | None = (
+        None  # of the rotary angles in their tables, where these are not the positions; or two streams
+    )
+    context: Value | None = None  # how many tokens of a bidirectional prompt all others see
 
 
 class Linear:
@@ -248,7 +251,8 @@ class Attention:
         cache = step.cache
         caches = {"k_cache": cache.keys[self.layer], "v_cache": cache.values[self.layer], "tables": cache.tables}
         qkv, rotation, table = self.qkv(x), self._rotation(), self.rope.of(self.layer)
-        places = step.places if table is not None and table.rope.chooses else None
+        moved = table is not None and (table.rope.chooses or self.rope.gap is not None)
+        places = step.places if moved else None
         if self.head_norms is None and rotation and "q_cos" not in rotation:
             qkv = qkv.heads(self.head_dim)
             q = qkv.rope_append(step.positions, step.slots, places, **caches, **rotation, **self.norms)
@@ -256,7 +260,7 @@ class Attention:
             q, k, v = self._parts(qkv)
             q = q.append(k, v, step.positions, step.slots, places, **caches, **rotation)
         options = {"one_sequence": step.one_sequence, **self.options}
-        return self.o(q.attention(step.positions, step.slots, **caches, **options))
+        return self.o(q.attention(step.positions, step.slots, step.context, **caches, **options))
 
     def _rotation(self) -> dict[str, Any]:
         """The tables of angles as they are now, and how pairs lie; empty: nothing is rotated."""

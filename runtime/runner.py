@@ -42,7 +42,7 @@ class DecoderModel(Protocol):
 class _DecodeStep:
     """One decode step for M sequences: its inputs and its result at fixed addresses, and the program between them."""
 
-    rows: Tensor  # (3 or 4, M) int32: ids, positions, slots, and where the prompt chooses them, places of angles
+    rows: Tensor  # (3 or more, M) int32: ids, positions, slots, and what `Rope.rows` gives
     program: Any
     result: Tensor
     host_ids: Tensor | None = None  # (2, M) int32, pinned: where sampling leaves the ids of the last two steps
@@ -73,7 +73,6 @@ class Runner:
     ) -> None:
         self.model, self.device, self.kv_dtype, self.capacity, self.graph = model, device, kv_dtype, capacity, graph
         self.history: list[list[int]] = []
-        self._places: list[int] = []  # of each slot: how far its angles are from its positions
         self.cache: Any = None
         if device.type == "cpu":
             ops.backend(device).keep_freed_memory()
@@ -90,7 +89,7 @@ class Runner:
         """Give up the cache and the programs that were captured on it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a step in flight still writes into what goes now
-        held, self.history, self._places, self.cache = self.cache is not None, [], [], None
+        held, self.history, self.cache = self.cache is not None, [], None
         self._graphs.clear()
         self._steps.clear()
         self._states.clear()
@@ -115,12 +114,16 @@ class Runner:
         self.cache = KVCache(*shape, self.kv_dtype, self.device, pages)
         self.history = [[] for _ in range(slots)]
         self.model.rope.reserve(slots)
-        self._places = [0] * slots
 
     @property
     def samples_on_device(self) -> bool:
         """Whether steps may follow each other on the device: places of angles are counted on by the host."""
-        return self.device.type == "cuda" and not self.model.rope.chooses
+        return self.device.type == "cuda" and not self.model.rope.moves
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether tokens of a prompt see those after them."""
+        return self.model.rope.gap is not None
 
     @property
     def tables(self) -> Tensor:
@@ -131,13 +134,16 @@ class Runner:
         """`KVCache.set_pages`: before the step that uses them; one in flight is not disturbed."""
         self.cache.set_pages(slot, pages)
 
-    def root(self, length: int) -> int:
-        """The chain before the first page of prompts of that many tokens: those that choose other angles share none."""
-        return ROOT - self.model.rope.choice(length)
+    def root(self, prompt: Sequence[int]) -> int:
+        """The chain before a prompt's first page: prompts that choose other angles share none.
 
-    def set_prompt(self, slot: int, length: int) -> None:
-        """The sequence in `slot` has a prompt of that many tokens, where that chooses its rotary angles."""
-        self._places[slot] = self.model.rope.begin(slot, length)
+        Raises RequestError for a prompt that the model cannot answer.
+        """
+        return ROOT - self.model.rope.choice(prompt)
+
+    def set_prompt(self, slot: int, ids: Sequence[int], length: int) -> None:
+        """The sequence in `slot` has ids[:length] as its prompt, where that decides about its rotary angles."""
+        self.model.rope.begin(slot, ids, length)
 
     def prefill(self, ids: Sequence[int], slot: int = 0, start: int = 0, every_row: bool = False) -> Tensor:
         """Run ids[start:] at positions start, start + 1 ... of `slot`, whose cache must already hold ids[:start].
@@ -154,11 +160,11 @@ class Runner:
     def _prefill(self, ids: Sequence[int], slot: int, start: int, every_row: bool) -> Tensor:
         self.model.rope.reach(len(ids))
         self.history[slot] = list(ids[:start])
-        chunk, parts = PREFILL_CHUNK[self.device.type], []
+        chunk, parts = len(ids) if self.bidirectional else PREFILL_CHUNK[self.device.type], []
         for first in range(start, len(ids), chunk):
             last = min(first + chunk, len(ids))
             new = self._rows(ids[first:last], range(first, last), [slot] * (last - first))
-            logits = self._graph(one_sequence=True, every_row=every_row)(*new)
+            logits = self._graph(one_sequence=True, every_row=every_row)(*self._inputs(new))
             if every_row or last == len(ids):
                 parts.append(logits)
             self.history[slot] += ids[first:last]
@@ -212,18 +218,18 @@ class Runner:
         return len(step.program)
 
     def _logits(self, rows: Tensor) -> Tensor:
-        return self._graph(one_sequence=False, every_row=True)(*rows)
+        return self._graph(one_sequence=False, every_row=True)(*self._inputs(rows))
 
     def _graph(self, one_sequence: bool, every_row: bool) -> Graph:
         """The ops from ids, positions and slots to the logits of the tokens, or of the last one."""
         key = (one_sequence, every_row)
         if key not in self._graphs:
 
-            def forward(ids: Value, positions: Value, slots: Value, places: Value | None = None) -> Value:
-                step = Step(ids, positions, slots, self.cache, one_sequence, places)
+            def forward(ids: Value, positions: Value, slots: Value, *more: Value) -> Value:
+                step = Step(ids, positions, slots, self.cache, one_sequence, *more)
                 return self.model.forward(step, slice(None) if every_row else slice(-1, None))
 
-            graph = record(forward, 4 if self.model.rope.chooses else 3, self.device)
+            graph = record(forward, 5 if self.bidirectional else 4 if self.model.rope.moves else 3, self.device)
             self._graphs[key] = fused(graph) if self.graph else graph
         return self._graphs[key]
 
@@ -247,10 +253,12 @@ class Runner:
         return torch.tensor(self._host_rows(ids, positions, slots), dtype=torch.int32, device=self.device)
 
     def _host_rows(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> list[Sequence[int]]:
-        rows = [ids, positions, slots]
-        if self.model.rope.chooses:
-            rows.append([position + self._places[slot] for position, slot in zip(positions, slots, strict=True)])
-        return rows
+        return [ids, positions, slots, *self.model.rope.rows(positions, slots)]
+
+    @staticmethod
+    def _inputs(rows: Tensor) -> Sequence[Tensor]:
+        """A graph's inputs: rows one by one, but two streams of places together."""
+        return rows.unbind() if len(rows) < 6 else (*rows[:3], rows[3:5], rows[5])
 
 
 class SampledSteps:

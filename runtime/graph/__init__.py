@@ -122,9 +122,10 @@ class Value:
         inputs = {"q": self, "k": k, "v": v, "positions": positions, "slots": slots}
         return self._op("append", inputs | ({} if places is None else {"places": places}), options)
 
-    def attention(self, positions: "Value", slots: "Value", **options: Any) -> "Value":
+    def attention(self, positions: "Value", slots: "Value", prefix: "Value | None" = None, **options: Any) -> "Value":
         """(M, H, D) -> (M, H D); options as in `ops.attention`, the caches among them."""
-        return self._op("attention", {"q": self, "positions": positions, "slots": slots}, options)
+        inputs = {"q": self, "positions": positions, "slots": slots}
+        return self._op("attention", inputs | ({} if prefix is None else {"prefix_lengths": prefix}), options)
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,7 +43,7 @@ def rope_attention(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]
     plain = attention.attributes.keys() <= {"k_cache", "v_cache", "tables", "scale", "window", "one_sequence"}
     if (
         not plain or attention.attributes["one_sequence"] or options.get("interleaved", False)
-        or "places" in append.inputs
+        or "places" in append.inputs or "prefix_lengths" in attention.inputs
         or not attention.reads(append.outputs[0], "q") or head_dim not in {64, 128} or 2 * cos.shape[1] != head_dim
         or not (append.inputs["qkv"].dtype == cache.dtype == torch.bfloat16)
         or cos.shape[0] < options["tables"].shape[1] * PAGE

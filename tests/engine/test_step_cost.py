@@ -45,10 +45,12 @@ class Device:
     def set_pages(self, slot: int, pages: list[int]) -> None:
         pass
 
-    def set_prompt(self, slot: int, length: int) -> None:
+    bidirectional = False
+
+    def set_prompt(self, slot: int, ids: list[int], length: int) -> None:
         pass
 
-    def root(self, length: int) -> int:
+    def root(self, prompt: list[int]) -> int:
         return 0
 
     def prefill(self, ids: list[int], slot: int, start: int, every_row: bool) -> torch.Tensor:
