@@ -56,7 +56,8 @@ def open_model(source: str | Path, revision: str | None = None) -> Checkpoint:
         if not isinstance(inner, dict):
             raise ConfigError(f"config.json: text_config of a {raw['model_type']!r} must be an object, got {inner!r}")
         whole = {name: raw[name] for name in _OF_THE_WHOLE if name in raw}
-        checkpoint.config = {"model_type": NESTED[raw["model_type"]], **whole, **inner}
+        tied = {name: raw[name] for name in ("tie_word_embeddings",) if name in raw}  # the head is of the whole
+        checkpoint.config = {"model_type": NESTED[raw["model_type"]], **whole, **inner, **tied}
         checkpoint.rename(_text_part)
         if checkpoint.skipped:
             kinds = sorted({".".join(name.split(".")[:2]) for name in checkpoint.skipped})
