@@ -2,7 +2,8 @@
 
 A family file exports `KEYS` (the config keys it accepts), `read_config(raw, strict)` and
 `Model(weights, config, positions)`; where files differ in names, `tensor_name(name)`, the name that the model asks for;
-and `UNOPENED`, why transformers cannot open its quantized folders.
+`UNOPENED`, why transformers cannot open its quantized folders; and where one model_type stands for two families,
+`variant(raw)`, the name of the file for a config.
 """
 
 if __name__ != "nibblelm.models":
@@ -38,7 +39,9 @@ def family(raw: Mapping[str, Any]) -> ModuleType:
     model_type = raw.get("model_type")
     if model_type not in families():
         raise ConfigError(f"config.json: model_type {model_type!r} is not supported; supported: {families()}")
-    return import_module(f"{__name__}.{model_type}")
+    module = import_module(f"{__name__}.{model_type}")
+    variant = getattr(module, "variant", None)
+    return module if variant is None else import_module(f"{__name__}.{variant(raw)}")
 
 
 def open_model(source: str | Path, revision: str | None = None) -> Checkpoint:
@@ -53,7 +56,8 @@ def open_model(source: str | Path, revision: str | None = None) -> Checkpoint:
         if not isinstance(inner, dict):
             raise ConfigError(f"config.json: text_config of a {raw['model_type']!r} must be an object, got {inner!r}")
         whole = {name: raw[name] for name in _OF_THE_WHOLE if name in raw}
-        checkpoint.config = {"model_type": NESTED[raw["model_type"]], **whole, **inner}
+        tied = {name: raw[name] for name in ("tie_word_embeddings",) if name in raw}  # the head is of the whole
+        checkpoint.config = {"model_type": NESTED[raw["model_type"]], **whole, **inner, **tied}
         checkpoint.rename(_text_part)
         if checkpoint.skipped:
             kinds = sorted({".".join(name.split(".")[:2]) for name in checkpoint.skipped})

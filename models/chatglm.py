@@ -43,6 +43,11 @@ class ChatGLMConfig(DecoderConfig):
     grouped: bool = False
 
 
+def variant(raw: Mapping[str, Any]) -> str:
+    """The first ChatGLM-6B has this model_type too."""
+    return "chatglm_6b" if "position_encoding_2d" in raw else "chatglm"
+
+
 def read_config(raw: Mapping[str, Any], strict: bool = False) -> ChatGLMConfig:
     """config.json of a ChatGLM2 or later -> ChatGLMConfig."""
     values = read_keys(raw, KEYS, strict)

@@ -55,9 +55,10 @@ class Engine:
             list(request.ids),
             len(request.ids),
             len(request.ids) + max(request.most, 1),
-            share=request.share,
+            share=0 if core.runner.bidirectional else request.share,
             owner=request,
-            root=core.root(len(request.ids)),
+            root=core.runner.root(request.ids),
+            whole=core.runner.bidirectional,
         )
         channel = _Channel(stream)
         with self._lock:
@@ -270,7 +271,7 @@ class _Core:
         self.finished = 0
         self.stats = Stats()
         self._scheduler, self._executor = scheduler, Executor(runner, scheduler)
-        self.root = runner.root
+        self.runner = runner
         self._channels: dict[Sequence, _Channel] = {}
 
     def run(self) -> None:

@@ -50,7 +50,7 @@ class Executor:
         if plan.moved:
             self._runner.set_tables({s.slot: s.pages for s in plan.moved})
         for s in plan.moved:
-            self._runner.set_prompt(s.slot, s.prompt)
+            self._runner.set_prompt(s.slot, s.ids, s.prompt)
         if self._runner.samples_on_device:
             flying = [s for s in plan.decodes if s.at_end and s.owner.sampler.runs_ahead]
             hosted = [s for s in plan.decodes if not s.at_end or not s.owner.sampler.runs_ahead]
@@ -143,11 +143,12 @@ class Executor:
 
 
 def _launches(chunks: Iterable[Chunk], room: int) -> Iterator[list[Chunk]]:
-    """A step's chunks as they are launched: `room` tokens together; alone where the logits of every row are read."""
+    """A step's chunks as they are launched: `room` tokens together; alone where every row's logits are read, or a
+    prompt may not be cut."""
     together: list[Chunk] = []
     free = room
     for chunk in chunks:
-        if chunk.sequence.owner.every_row:
+        if chunk.sequence.owner.every_row or chunk.sequence.whole:
             yield [chunk]
             continue
         first = chunk.first

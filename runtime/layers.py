@@ -50,7 +50,8 @@ class Step:
     cache: KVCache
     tiles: Value | None = None
     wanted: Value | None = None
-    places: Value | None = None  # of the rotary angles in their tables, where these are not the positions
+    places: Value | None = None  # of rotary angles in their tables, where these are not the positions; or two streams
+    context: Value | None = None  # how many tokens of a bidirectional prompt all others see
 
 
 class Linear:
@@ -253,14 +254,15 @@ class Attention:
         cache = step.cache
         caches = {"k_cache": cache.keys[self.layer], "v_cache": cache.values[self.layer], "tables": cache.tables}
         qkv, rotation, table = self.qkv(x), self._rotation(), self.rope.of(self.layer)
-        places = step.places if table is not None and table.rope.chooses else None
+        moved = table is not None and (table.rope.chooses or self.rope.gap is not None)
+        places = step.places if moved else None
         if self.head_norms is None and rotation and "q_cos" not in rotation:
             qkv = qkv.heads(self.head_dim)
             q = qkv.rope_append(step.positions, step.slots, places, **caches, **rotation, **self.norms)
         else:
             q, k, v = self._parts(qkv)
             q = q.append(k, v, step.positions, step.slots, places, **caches, **rotation)
-        return self.o(q.attention(step.positions, step.slots, step.tiles, **caches, **self.options))
+        return self.o(q.attention(step.positions, step.slots, step.tiles, step.context, **caches, **self.options))
 
     def _rotation(self) -> dict[str, Any]:
         """The tables of angles as they are now, and how pairs lie; empty: nothing is rotated."""

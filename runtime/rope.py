@@ -1,8 +1,11 @@
 """The tables of rotary embedding that a model's layers share."""
 
+from collections.abc import Sequence
+
 import torch
 
-from nibblelm.config import DecoderConfig, RopeConfig
+from nibblelm.config import DecoderConfig, Gap, RopeConfig
+from nibblelm.errors import RequestError
 from nibblelm.memory import reserved
 from nibblelm.ops.types import PAGE
 from nibblelm.pages import page_count
@@ -63,8 +66,8 @@ class RopeTable:
 class Rope:
     """The rotary tables that layers share; a family without rotary positions has none.
 
-    Where the length of a prompt chooses the angles (`chooses`), a row's angles are not at its position but `begin`'s
-    offset further, which `reserve` makes room for.
+    Angles may be elsewhere in the tables than at a row's position (`moves`), as `begin` finds from a request's prompt:
+    where its length chooses them, in one of the tables that `reserve` makes room for, and where it has a gap.
     """
 
     def __init__(self, config: DecoderConfig, positions: int, device: torch.device) -> None:
@@ -72,42 +75,73 @@ class Rope:
         self._ropes = _ropes(config)
         self._choosing = next((rope for rope in self._ropes if rope.chooses), None)
         self._tables: list[RopeTable] = []
+        self.gap = config.gap
+        self.moves = self._choosing is not None or self.gap is not None
         self.reserve(1)
-
-    @property
-    def chooses(self) -> bool:
-        """Whether a request's angles depend on the length of its prompt."""
-        return self._choosing is not None
 
     def reserve(self, slots: int) -> None:
         """Make room for the choices of that many sequences; what layers were given by `of` before is of no use."""
-        if not self._tables or self.chooses:
+        if not self._tables or self._choosing is not None:
             args = self._config, self._positions, self._device
             self._tables = [RopeTable(rope, *args, _count(rope, slots)) for rope in self._ropes]
+        self._offsets, self._gaps = [0] * slots, [(NO_GAP, 0)] * slots
 
     def of(self, layer: int) -> RopeTable | None:
         """The table of a layer."""
         wanted = self._config.rope_of(layer)
         return next((table for table in self._tables if table.rope == wanted), None)
 
-    def choice(self, prompt: int) -> int:
-        """What a prompt of that many tokens chooses; requests that choose differently share no keys."""
-        return 0 if self._choosing is None else self._choosing.choice(prompt)
+    def choice(self, ids: Sequence[int]) -> int:
+        """What a prompt chooses; requests that choose differently share no keys. RequestError without a gap to fill."""
+        if self.gap is not None:
+            gap_of(self.gap, ids)
+        return 0 if self._choosing is None else self._choosing.choice(len(ids))
 
-    def begin(self, slot: int, prompt: int) -> int:
-        """`slot` is of a request with a prompt of that many tokens from now on. Returns the offset of its angles."""
-        choice = self.choice(prompt)
-        if not choice or self._choosing is None:
-            return 0
-        table = next(table for table in self._tables if table.rope.chooses)
-        number = 1 + slot if self._choosing.type == "dynamic" else choice
-        table.choose(number, choice)
-        return number * table.rows
+    def begin(self, slot: int, ids: Sequence[int], prompt: int) -> None:
+        """`slot` is of a request whose prompt is the first `prompt` of `ids` from now on."""
+        if self.gap is not None:
+            self._gaps[slot] = gap_of(self.gap, ids[:prompt])
+        elif self._choosing is not None:
+            choice, number = self._choosing.choice(prompt), 0
+            table = next(table for table in self._tables if table.rope.chooses)
+            if choice:
+                number = 1 + slot if self._choosing.type == "dynamic" else choice
+                table.choose(number, choice)
+            self._offsets[slot] = number * table.rows
+
+    def rows(self, positions: Sequence[int], slots: Sequence[int]) -> list[list[int]]:
+        """What a step needs to know of its tokens beyond their positions: the places of their angles; with a gap those
+        of both streams, and how many tokens are its context."""
+        if self.gap is not None:
+            gaps = [(position, *self._gaps[slot]) for position, slot in zip(positions, slots, strict=True)]
+            return [
+                [position if position < context else at for position, context, at in gaps],
+                [max(0, position + 1 - context) for position, context, _ in gaps],
+                [context if context < NO_GAP else 0 for _, context, _ in gaps],
+            ]
+        if self._choosing is None:
+            return []
+        return [[position + self._offsets[slot] for position, slot in zip(positions, slots, strict=True)]]
 
     def reach(self, positions: int) -> None:
         """`RopeTable.reach` of all."""
         for table in self._tables:
             table.reach(positions)
+
+
+NO_GAP = 1 << 30
+"""The context of a sequence without a prompt."""
+
+
+def gap_of(gap: Gap, ids: Sequence[int]) -> tuple[int, int]:
+    """How many tokens of a prompt are context, and the place of the gap. RequestError where it names none."""
+    mask = next((mask for mask in gap.masks if mask in ids), None)
+    if mask is None or gap.begin not in ids:
+        raise RequestError(
+            f"the prompt has no gap to fill: this model needs the token {gap.begin} where its answer begins, and "
+            f"one of {list(gap.masks)} before it, in the answer's place; its tokenizer adds both"
+        )
+    return ids.index(gap.begin), ids.index(mask)
 
 
 def _count(rope: RopeConfig, slots: int) -> int:

@@ -64,7 +64,7 @@ class _PromptStep:
 class _DecodeStep:
     """One decode step for M sequences: its inputs and its result at fixed addresses, and the program between them."""
 
-    rows: Tensor  # (3 or 4, M) int32: ids, positions, slots, and where the prompt chooses them, places of angles
+    rows: Tensor  # (3 or more, M) int32: ids, positions, slots, and what `Rope.rows` gives
     program: Any
     result: Tensor
     host_ids: Tensor | None = None  # (2, M) int32, pinned: where sampling leaves the ids of the last two steps
@@ -95,7 +95,6 @@ class Runner:
     ) -> None:
         self.model, self.device, self.kv_dtype, self.capacity, self.graph = model, device, kv_dtype, capacity, graph
         self.history: list[list[int]] = []
-        self._places: list[int] = []  # of each slot: how far its angles are from its positions
         self.cache: Any = None
         if device.type == "cpu":
             ops.backend(device).keep_freed_memory()
@@ -114,7 +113,7 @@ class Runner:
         """Give up the cache and the programs that were captured on it."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a step in flight still writes into what goes now
-        held, self.history, self._places, self.cache = self.cache is not None, [], [], None
+        held, self.history, self.cache = self.cache is not None, [], None
         self._graphs.clear()
         self._steps.clear()
         self._states.clear()
@@ -141,12 +140,16 @@ class Runner:
         self.cache = KVCache(*shape, self.kv_dtype, self.device, pages)
         self.history = [[] for _ in range(slots)]
         self.model.rope.reserve(slots)
-        self._places = [0] * slots
 
     @property
     def samples_on_device(self) -> bool:
         """Whether steps may follow each other on the device: places of angles are counted on by the host."""
-        return self.device.type == "cuda" and not self.model.rope.chooses
+        return self.device.type == "cuda" and not self.model.rope.moves
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether tokens of a prompt see those after them."""
+        return self.model.rope.gap is not None
 
     @property
     def tables(self) -> Tensor:
@@ -162,13 +165,16 @@ class Runner:
         with self._card():
             self.cache.set_tables(pages)
 
-    def root(self, length: int) -> int:
-        """The chain before the first page of prompts of that many tokens: those that choose other angles share none."""
-        return ROOT - self.model.rope.choice(length)
+    def root(self, prompt: Sequence[int]) -> int:
+        """The chain before a prompt's first page: prompts that choose other angles share none.
 
-    def set_prompt(self, slot: int, length: int) -> None:
-        """The sequence in `slot` has a prompt of that many tokens, where that chooses its rotary angles."""
-        self._places[slot] = self.model.rope.begin(slot, length)
+        Raises RequestError for a prompt that the model cannot answer.
+        """
+        return ROOT - self.model.rope.choice(prompt)
+
+    def set_prompt(self, slot: int, ids: Sequence[int], length: int) -> None:
+        """The sequence in `slot` has ids[:length] as its prompt, where that decides about its rotary angles."""
+        self.model.rope.begin(slot, ids, length)
 
     def prefill(self, ids: Sequence[int], slot: int = 0, start: int = 0, every_row: bool = False) -> Tensor:
         """Run ids[start:] at positions start, start + 1 ... of `slot`, whose cache must already hold ids[:start].
@@ -179,7 +185,7 @@ class Runner:
             raise RequestError(
                 f"prefill of {len(ids)} tokens from {start}: the cache has room for 1 to {self.capacity}"
             )
-        chunk, parts = PREFILL_CHUNK[self.device.type], []
+        chunk, parts = len(ids) if self.bidirectional else PREFILL_CHUNK[self.device.type], []
         for first in range(start, len(ids), chunk):
             prompt = Prompt(ids[: min(first + chunk, len(ids))], slot, first)
             with self._card():
@@ -235,20 +241,21 @@ class Runner:
         more, idle = rows - len(ids), room - len(tiles)
         flat: list[int] = []
         # a row that nobody reads has no slot: it writes no key and no value
-        for of_tokens, unread in zip(self._host_rows(ids, positions, slots), (0, 0, -1, 0), strict=False):
-            flat += [*of_tokens, *[unread] * more]
+        for i, of_tokens in enumerate(self._host_rows(ids, positions, slots)):
+            flat += [*of_tokens, *[-1 if i == 2 else 0] * more]
         last = [end - 1 for end in accumulate(len(p.ids) - p.start for p in prompts)]
         flat += [number for tile in tiles for number in tile] + [0] * (2 * idle) + last + [0] * (room - len(last))
         return ops.to_device(torch.tensor(flat, dtype=torch.int32), self.device)
 
     def _prompt_logits(self, inputs: Tensor, rows: int, tiles: int, every_row: bool) -> Tensor:
-        *tokens, table, wanted = inputs.split([*[rows] * self._token_rows, 2 * tiles, tiles])
-        return self._graph(prompts=True, every_row=every_row)(*tokens, table.view(-1, 2), wanted)
+        tokens, table, wanted = inputs.split([rows * self._token_rows, 2 * tiles, tiles])
+        inputs_of_tokens = self._inputs(tokens.view(-1, rows))
+        return self._graph(prompts=True, every_row=every_row)(*inputs_of_tokens, table.view(-1, 2), wanted)
 
     @property
     def _token_rows(self) -> int:
         """Numbers that a step reads for each token: `_host_rows`."""
-        return 3 + self.model.rope.chooses
+        return 3 + len(self.model.rope.rows([], []))
 
     def decode(self, ids: Sequence[int], slots: Sequence[int]) -> Tensor:
         """Feed one token to each of M slots. Returns logits (M, vocab), fp32, valid until the next call."""
@@ -298,20 +305,20 @@ class Runner:
         return len(step.program)
 
     def _logits(self, rows: Tensor) -> Tensor:
-        return self._graph(prompts=False, every_row=True)(*rows)
+        return self._graph(prompts=False, every_row=True)(*self._inputs(rows))
 
     def _graph(self, prompts: bool, every_row: bool) -> Graph:
         """The ops from ids, positions and slots, of prompts also tiles and wanted, to the logits."""
-        key, chooses = (prompts, every_row), self.model.rope.chooses
+        key, extra = (prompts, every_row), 2 if self.bidirectional else int(self.model.rope.moves)
         if key not in self._graphs:
 
             def forward(ids: Value, positions: Value, slots: Value, *more: Value) -> Value:
-                places = more[0] if chooses else None
-                tiles, wanted = more[chooses:] or (None, None)
+                places, context = (*more[:extra], None, None)[:2]
+                tiles, wanted = more[extra:] or (None, None)
                 wanted = None if every_row else wanted
-                return self.model.forward(Step(ids, positions, slots, self.cache, tiles, wanted, places))
+                return self.model.forward(Step(ids, positions, slots, self.cache, tiles, wanted, places, context))
 
-            graph = record(forward, 3 + chooses + 2 * prompts, self.device)
+            graph = record(forward, 3 + extra + 2 * prompts, self.device)
             self._graphs[key] = fused(graph) if self.graph else graph
         return self._graphs[key]
 
@@ -335,10 +342,12 @@ class Runner:
         return torch.tensor(self._host_rows(ids, positions, slots), dtype=torch.int32, device=self.device)
 
     def _host_rows(self, ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> list[Sequence[int]]:
-        rows = [ids, positions, slots]
-        if self.model.rope.chooses:
-            rows.append([position + self._places[slot] for position, slot in zip(positions, slots, strict=True)])
-        return rows
+        return [ids, positions, slots, *self.model.rope.rows(positions, slots)]
+
+    @staticmethod
+    def _inputs(rows: Tensor) -> Sequence[Tensor]:
+        """A graph's inputs: rows one by one, but two streams of places together."""
+        return rows.unbind() if len(rows) < 6 else (*rows[:3], rows[3:5], rows[5])
 
 
 class SampledSteps:

@@ -35,6 +35,7 @@ class Sequence:
     prompt   how many of `ids` are the prompt
     limit    how many tokens it may come to have
     share    how many tokens of its beginning pages that others computed may stand in for
+    whole    its prompt is not cut: its tokens see those that come after them
     root     the chain before its first page: those of another one's are not found
     owner    whatever the engine knows it by
     """
@@ -43,6 +44,7 @@ class Sequence:
     prompt: int
     limit: int
     share: int = 1 << 62
+    whole: bool = False
     root: int = ROOT
     owner: Any = None
     arrival: int = 0
@@ -185,7 +187,7 @@ class Scheduler:
     def _chunk(self, s: Sequence, budget: int, begun: set[tuple[int, tuple[int, ...]]]) -> Chunk | None:
         """At most `budget` tokens of a prompt; None where its next page is underway elsewhere or there is no page."""
         self._adopt(s)
-        last = min(s.computed + budget, s.prompt)
+        last = s.prompt if s.whole else min(s.computed + budget, s.prompt)
         start = s.published * PAGE
         key = s.chain, tuple(s.ids[start : start + PAGE])
         if s.computed == start and self._may_adopt(s) and key in begun:

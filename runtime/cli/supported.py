@@ -2,8 +2,9 @@
 
 import re
 
-from nibblelm.config import ROPE_KEYS, ROPE_TYPES, Key
+from nibblelm.config import ROPE_KEYS, Key
 from nibblelm.models import NESTED, families, family
+from nibblelm.rope_config import ROPE_TYPES
 
 _SIZE = re.compile(r"eps$|epsilon$|(hidden|intermediate|vocab|inner|head_dim|ffn|n_embe?d|n_layers?|n_heads?|d_model)")
 _COUNT = re.compile(r"num_.*(layers|heads)|kv_channels|positions|seq_len|max_position|group_num|max_length|ratio$")

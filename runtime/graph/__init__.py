@@ -122,10 +122,17 @@ class Value:
         inputs = {"q": self, "k": k, "v": v, "positions": positions, "slots": slots}
         return self._op("append", inputs | ({} if places is None else {"places": places}), options)
 
-    def attention(self, positions: "Value", slots: "Value", tiles: "Value | None" = None, **options: Any) -> "Value":
+    def attention(
+        self,
+        positions: "Value",
+        slots: "Value",
+        tiles: "Value | None" = None,
+        prefix: "Value | None" = None,
+        **options: Any,
+    ) -> "Value":
         """(M, H, D) -> (M, H D); options as in `ops.attention`, the caches among them."""
-        inputs = {"q": self, "positions": positions, "slots": slots} | ({} if tiles is None else {"tiles": tiles})
-        return self._op("attention", inputs, options)
+        given = {"q": self, "positions": positions, "slots": slots, "tiles": tiles, "prefix_lengths": prefix}
+        return self._op("attention", {name: value for name, value in given.items() if value is not None}, options)
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,7 +42,8 @@ def rope_attention(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]
     head_dim = cache.shape[3]
     plain = attention.attributes.keys() <= {"k_cache", "v_cache", "tables", "scale", "window"}
     if (
-        not plain or "tiles" in attention.inputs or "places" in append.inputs or options.get("interleaved", False)
+        not plain or not attention.inputs.keys() <= {"q", "positions", "slots"} or "places" in append.inputs
+        or options.get("interleaved", False)
         or not attention.reads(append.outputs[0], "q") or head_dim not in {64, 128} or 2 * cos.shape[1] != head_dim
         or not (append.inputs["qkv"].dtype == cache.dtype == torch.bfloat16)
         or cos.shape[0] < options["tables"].shape[1] * PAGE

@@ -23,7 +23,7 @@ from nibblelm.scheduler import Scheduler
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
-from oracle import CONFIGS, save_random
+from oracle import BIDIRECTIONAL, CONFIGS, save_random
 from requests_alone import COUNT, requests, result
 
 USABLE, REASON = ops.cuda_available()
@@ -36,8 +36,10 @@ FORMATS = {
 }
 KINDS = [("mistral", "int4", "cpu", "auto"), ("qwen3", "full", "cpu", "fp32"), ("phi3-longrope", "int4", "cpu", "auto")]
 """Family, weights, device, dtype: on the CPU; with --every all variants of all families beside them."""
+OWN_PROMPTS = {"llama-dynamic", *BIDIRECTIONAL}
+"""Variants that the requests do not fit: a short context, and prompts with a gap (test_rope_choice.py, test_gap.py)."""
 CUDA_KINDS = [("qwen3", weights, "cuda", dtype) for weights in FORMATS for dtype in ("bf16", "fp32")]
-CUDA_KINDS += [(name, "int4", "cuda", "bf16") for name in CONFIGS if name not in {"qwen3", "llama-dynamic"}]
+CUDA_KINDS += [(name, "int4", "cuda", "bf16") for name in CONFIGS if name not in {"qwen3", *OWN_PROMPTS}]
 REQUESTS = requests()
 
 
@@ -45,8 +47,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "model" not in metafunc.fixturenames:
         return
     kinds = list(KINDS)
-    if metafunc.config.getoption("--every"):  # but for a context that the requests do not fit in
-        kinds += [(name, "int4", "cpu", "auto") for name in CONFIGS if name != "llama-dynamic"]
+    if metafunc.config.getoption("--every"):
+        kinds += [(name, "int4", "cpu", "auto") for name in CONFIGS if name not in OWN_PROMPTS]
     params = [pytest.param(kind, id="-".join(kind)) for kind in dict.fromkeys(kinds)]
     params += [pytest.param(kind, marks=GPU, id="-".join(kind)) for kind in CUDA_KINDS]
     metafunc.parametrize("model", params, indirect=True, scope="module")

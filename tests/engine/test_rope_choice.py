@@ -37,7 +37,7 @@ def test_requests_of_both_choices_share_a_batch_but_no_pages(name: str, tmp_path
     llm = LLM(folder, device="cpu", dtype="fp32")
     assert [output.token_ids for output in llm.generate(prompts, **options)] == alone
     assert [llm.generate([ids], **options)[0].token_ids for ids in prompts] == alone  # pages of all are there now
-    choices = [llm.runner.root(len(ids)) for ids in prompts]
+    choices = [llm.runner.root(ids) for ids in prompts]
     assert len(set(choices)) == (4 if name.endswith("dynamic") else 2)
 
 

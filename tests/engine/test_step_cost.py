@@ -54,10 +54,12 @@ class Device:
             self.history[p.slot] = list(p.ids)
         return torch.zeros(len(prompts), VOCABULARY)
 
-    def set_prompt(self, slot: int, length: int) -> None:
+    bidirectional = False
+
+    def set_prompt(self, slot: int, ids: list[int], length: int) -> None:
         pass
 
-    def root(self, length: int) -> int:
+    def root(self, prompt: list[int]) -> int:
         return 0
 
     def sampled_steps(self, ids: list[int], slots: list[int], state: Any) -> Steps:

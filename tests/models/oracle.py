@@ -15,6 +15,8 @@ for path in Path(__file__).parent.glob("reference_*.py"):  # of families that tr
     import_module(path.stem)
 
 SMALL = dict(vocab_size=331, max_position_embeddings=512, num_hidden_layers=2, initializer_range=0.15)
+PROMPT = torch.randint(0, 331, (70,), generator=torch.Generator().manual_seed(7)).tolist()
+BIDIRECTIONAL = {"chatglm_6b": 45, "chatglm_6b-mask": 21}  # variants whose prompts' first tokens see each other
 ALIBI = {"bloom", "mpt"}  # families without max_position_embeddings
 LLAMA3 = dict(
     rope_type="llama3",
@@ -290,6 +292,31 @@ CONFIGS: dict[str, dict] = {
         add_qkv_bias=False,
         add_bias_linear=True,
     ),
+    # The gap is in the middle of the prompt, and the answer begins later.
+    "chatglm_6b": dict(
+        hidden_size=128,
+        inner_hidden_size=176,
+        num_layers=2,
+        num_attention_heads=4,
+        max_sequence_length=512,
+        layernorm_epsilon=1e-5,
+        position_encoding_2d=True,
+        bos_token_id=PROMPT[44],
+        gmask_token_id=PROMPT[25],
+        mask_token_id=PROMPT[30],
+    ),
+    "chatglm_6b-mask": dict(
+        hidden_size=96,
+        inner_hidden_size=128,
+        num_layers=2,
+        num_attention_heads=3,
+        max_sequence_length=512,
+        layernorm_epsilon=1e-5,
+        position_encoding_2d=True,
+        bos_token_id=PROMPT[20],
+        gmask_token_id=400,
+        mask_token_id=PROMPT[19],
+    ),
     "bloom": dict(hidden_size=128, n_head=8),
     "bloom-normed": dict(
         hidden_size=96, n_head=6, apply_residual_connection_post_layernorm=True, tie_word_embeddings=False
@@ -335,6 +362,7 @@ MIXED_BY_FAMILY = {
     "internlm2": (r"wqkv=8", r"layers\.0\.feed_forward\.w3=16"),
     "baichuan": (r"W_pack=8", r"layers\.0\.mlp\.up_proj=16"),
     "chatglm": (r"attention\.dense=8", r"layers\.0\.mlp\.dense_h_to_4h=16"),
+    "chatglm_6b": (r"attention\.dense=8", r"layers\.0\.mlp\.dense_h_to_4h=16"),
     "phi": (r"k_proj=8", r"layers\.0\.mlp\.fc1=16"),
     "starcoder2": (r"k_proj=8", r"layers\.0\.mlp\.c_fc=16"),
     "gptj": (r"k_proj=8", r"h\.0\.mlp\.fc_in=16"),

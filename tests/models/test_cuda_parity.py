@@ -9,7 +9,7 @@ import torch
 from nibblelm import LLM, convert, ops
 
 sys.path.insert(0, str(Path(__file__).parent))
-from oracle import CONFIGS, load_reference, mixed, relative_error, save_random
+from oracle import BIDIRECTIONAL, CONFIGS, PROMPT, load_reference, mixed, relative_error, save_random
 
 USABLE, REASON = ops.cuda_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]
@@ -22,7 +22,6 @@ FORMATS: dict[str, dict | None] = {
     "int4-g128": dict(bits=4, group_size=128),
     "mixed": {},
 }
-PROMPT = torch.randint(0, 331, (70,), generator=torch.Generator().manual_seed(7)).tolist()
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -50,13 +49,13 @@ def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     assert torch.equal(got.argmax(-1), want.argmax(-1))
 
     # token by token, from a short prefill: another kernel family, the same numbers
-    runner = exact.runner
+    runner, first = exact.runner, BIDIRECTIONAL.get(name, 3)
     runner.set_pages(0, [0, 1])
-    runner.set_prompt(0, len(PROMPT))
+    runner.set_prompt(0, PROMPT, len(PROMPT))
     with torch.inference_mode():
-        runner.prefill(PROMPT[:3])
-        steps = torch.cat([runner.decode([token], [0]).clone() for token in PROMPT[3:]]).cpu()
-    assert relative_error(steps, want[3:]).max() <= 2e-4
+        runner.prefill(PROMPT[:first])
+        steps = torch.cat([runner.decode([token], [0]).clone() for token in PROMPT[first:]]).cpu()
+    assert relative_error(steps, want[first:]).max() <= 2e-4
 
     # bf16: at most twice the error of the source implementation in bf16, and the same token wherever it is clear
     rough = LLM(quantized, device="cuda", dtype="bf16").logits(PROMPT).cpu()

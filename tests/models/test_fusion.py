@@ -70,6 +70,7 @@ PARTS_OF_HIDDEN = {
     "mpt",
     "falcon",
     "baichuan",
+    "chatglm_6b",
 }
 _GPT = {
     "hidden_size": "n_embd", "intermediate_size": "n_inner", "num_hidden_layers": "n_layer",
@@ -80,6 +81,10 @@ _NONE = {"intermediate_size": None, "num_key_value_heads": None}
 OWN_NAMES: dict[str, dict[str, str | None]] = {
     "gpt_neox": {"num_key_value_heads": None},
     "baichuan": {"num_key_value_heads": None},
+    "chatglm_6b": {
+        "intermediate_size": "inner_hidden_size", "num_hidden_layers": "num_layers", "num_key_value_heads": None,
+        "max_position_embeddings": "max_sequence_length",
+    },
     "chatglm": {
         "intermediate_size": "ffn_hidden_size", "num_hidden_layers": "num_layers", "head_dim": "kv_channels",
         "num_key_value_heads": "multi_query_group_num", "vocab_size": "padded_vocab_size",
@@ -111,6 +116,8 @@ def raw_config(model_type: str, **changes: Any) -> dict[str, Any]:
         sizes["sliding_window"] = 13
     names = OWN_NAMES.get(model_type, {})
     own = {names.get(name, name): value for name, value in sizes.items() if names.get(name, name)}
+    if model_type == "chatglm_6b":
+        own |= dict.fromkeys(("bos_token_id", "gmask_token_id", "mask_token_id"), 330)
     return {"model_type": model_type, **own, **changes}
 
 
@@ -123,7 +130,7 @@ def step_of(raw: dict[str, Any], weights: Any, prompts: bool = False, last_row: 
 
     def forward(ids: Value, positions: Value, slots: Value, tiles: Value, wanted: Value) -> Value:
         step = Step(ids, positions, slots, cache, tiles if prompts else None, wanted if last_row else None)
-        return model.forward(step)
+        return model.forward(step)  # places and context left out
 
     return record(forward, 5, CUDA)
 
