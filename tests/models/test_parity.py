@@ -167,19 +167,19 @@ def of_bf16_error(source: Path, quantized: Path, prompts: list[list[int]]) -> li
     return (relative_error(got, want).mean(-1) / yardstick).tolist()
 
 
-ROUNDED = {
+WEIGHTS = {
     "int8": dict(bits=8),
     "int4 per row": dict(bits=4, group_size=-1),
     **{f"int4 g{group}": dict(bits=4, group_size=group) for group in (32, 64, 128)},
 }
 
 
-@pytest.mark.parametrize("scheme", ROUNDED)
+@pytest.mark.parametrize("scheme", WEIGHTS)
 @pytest.mark.parametrize("name", ["stories260K", "tinystories656K_bf16"])
 def test_rounded_activations_on_real_text(name: str, scheme: str, data_dir: Path, tmp_path: Path) -> None:
     source = data_dir / "checkpoints" / name
     quantized = tmp_path / "quantized"
-    convert(source, quantized, **ROUNDED[scheme])
+    convert(source, quantized, **WEIGHTS[scheme])
     text = (data_dir / "text" / "tinystories_sample_2MiB.txt").read_text()[:20000]
     ids = LLM(quantized, device="cpu").tokenizer.encode(text)
     ratios = of_bf16_error(source, quantized, [ids[at : at + 256] for at in range(0, 6 * 256, 256)])
@@ -193,7 +193,7 @@ def test_rounded_activations_on_real_text(name: str, scheme: str, data_dir: Path
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gpt_neox"])
 def test_rounded_activations_with_outliers(name: str, outlier: float, tmp_path: Path) -> None:
     source = save_random(name, tmp_path / "source", outlier=outlier)
-    for scheme, options in ROUNDED.items():
+    for scheme, options in WEIGHTS.items():
         quantized = tmp_path / scheme
         convert(source, quantized, **options)
         (ratio,) = of_bf16_error(source, quantized, [PROMPT])
