@@ -9,7 +9,7 @@ export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-SOURCES := pyproject.toml constraints.txt $(shell find csrc -type f)
+SOURCES := pyproject.toml constraints.txt demo/chat.html $(shell find csrc -type f)
 
 # prints what extras of pyproject.toml need; installing ".[test]" instead would compile the extension again
 EXTRA := import sys, tomllib; known = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; print(*sum(map(known.get, sys.argv[1:]), []))

@@ -5,6 +5,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from nibblelm.cli import bench_serve
 from nibblelm.cli.options import (
     add_activations_argument,
     add_device_argument,
@@ -16,11 +17,15 @@ if TYPE_CHECKING:
     from nibblelm.benchmark import Load
     from nibblelm.runner import Runner
 
-HELP = "measure prefill and decode speed"
+HELP = "measure prefill and decode speed, or a server under load"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_mutually_exclusive_group(required=True)
+    parts = parser.add_subparsers(dest="part", metavar="[serve]")
+    serve = parts.add_parser("serve", help=bench_serve.HELP, description=bench_serve.HELP)
+    bench_serve.add_arguments(serve)
+    serve.add_argument("--debug", action="store_true", help="show the traceback of a failure")
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("-m", "--model", metavar="PATH|HUB_ID", help="model folder or hub id")
     source.add_argument(
         "--shape", metavar="NAME", help="llama-3-8b, llama-3.2-1b, tinyllama-1.1b, ...; an unknown name lists all"
@@ -53,6 +58,10 @@ def run(args: argparse.Namespace) -> int:
     from nibblelm.benchmark import MIXED_CONTEXT, read_bandwidth
     from nibblelm.errors import RequestError
 
+    if args.part == "serve":
+        return bench_serve.run(args)
+    if not (args.model or args.shape):
+        raise RequestError("say what to measure: --model FOLDER, --shape NAME, or serve --url URL")
     loads = _loads(args, _context_limit(args))
     for load in loads:
         if min(load.prompt_tokens, load.generated_tokens, load.batch) < 1 or load.depth < 0:

@@ -23,16 +23,17 @@ from nibblelm.server.chat import chat_completions
 from nibblelm.server.completions import completions
 from nibblelm.server.errors import ApiError
 from nibblelm.server.metrics import Metrics
+from nibblelm.server.page import page
 from nibblelm.server.service import ClientGoneError, Service
 from nibblelm.server.tokens import detokenize, tokenize
 
-_OPEN = ("/health",)
-"""Paths that need no key: a load balancer has none."""
+_OPEN = ("/", "/health")
+"""Paths that need no key: a load balancer has none, and the page asks for it."""
 
 
 def application(service: Service, keys: Sequence[str], origins: Sequence[str]) -> Starlette:
     """keys: any of them opens all paths, none are needed without any; origins: of pages that may use the server."""
-    metrics = Metrics(service)
+    metrics, shown = Metrics(service), page()
 
     async def health(_: HttpRequest) -> Response:
         status, word = service.health()
@@ -40,6 +41,9 @@ def application(service: Service, keys: Sequence[str], origins: Sequence[str]) -
 
     async def show_metrics(_: HttpRequest) -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def show_page(_: HttpRequest) -> Response:
+        return shown
 
     async def models(_: HttpRequest) -> Response:
         return answer({"object": "list", "data": [_model(service, name) for name in service.names]})
@@ -60,6 +64,7 @@ def application(service: Service, keys: Sequence[str], origins: Sequence[str]) -
     cors = Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])
     return Starlette(
         routes=[
+            Route("/", show_page),
             Route("/health", health),
             Route("/metrics", show_metrics),
             Route("/v1/models", models),

@@ -1,11 +1,13 @@
 """A server on the demo model, as a process of its own, and the same model here to compare with."""
 
+import asyncio
 import http.client
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
 from nibblelm import LLM, convert
+from nibblelm.server import listen
+from nibblelm.server.app import application
+from nibblelm.server.service import Limits, Service
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "stories-7m"
 
@@ -118,3 +124,45 @@ def serving() -> Iterator[Callable[..., Server]]:
 def server(serving: Callable[..., Server], folder: Path) -> Server:
     """One for all tests of a file."""
     return serving(folder, "--served-model-name", "demo")
+
+
+class Running:
+    """The application in a thread of its own."""
+
+    def __init__(self, llm: LLM, limits: Limits) -> None:
+        self.service = Service(llm, ["demo"], limits)
+        config = uvicorn.Config(
+            application(self.service, [], []), http=listen._Protocol, ws="none", lifespan="off", log_config=None
+        )
+        self._server = listen._Server(config)
+        self._socket = listen.bound("127.0.0.1", 0)
+        self.port = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve([self._socket])))
+        self._thread.start()
+
+    def ask(self, body: dict[str, Any]) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+
+@pytest.fixture
+def running(folder: Path) -> Iterator[Callable[..., Running]]:
+    started: list[Running] = []
+
+    def start(**limits: Any) -> Running:
+        started.append(Running(LLM(folder, device="cpu"), Limits(**limits)))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.stop()

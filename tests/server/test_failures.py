@@ -1,66 +1,17 @@
 """What goes wrong inside a server, and clients that never come to the point: in this process, where it can be made."""
 
-import asyncio
 import http.client
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import uvicorn
 
-from nibblelm import LLM
 from nibblelm.runner import Runner
 from nibblelm.server import events, listen, service
-from nibblelm.server.app import application
-from nibblelm.server.service import Limits, Service
-
-
-class Running:
-    """The application in a thread of its own."""
-
-    def __init__(self, llm: LLM, limits: Limits) -> None:
-        self.service = Service(llm, ["demo"], limits)
-        config = uvicorn.Config(
-            application(self.service, [], []), http=listen._Protocol, ws="none", lifespan="off", log_config=None
-        )
-        self._server = listen._Server(config)
-        self._socket = listen.bound("127.0.0.1", 0)
-        self.port = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve([self._socket])))
-        self._thread.start()
-
-    def ask(self, body: dict[str, Any]) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-
-    def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join()
-        self._socket.close()
-
-
-@pytest.fixture
-def running(folder: Path) -> Iterator[Callable[..., Running]]:
-    started: list[Running] = []
-
-    def start(**limits: Any) -> Running:
-        started.append(Running(LLM(folder, device="cpu"), Limits(**limits)))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.stop()
 
 
 def test_a_failed_step_is_an_event_of_the_stream(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +40,7 @@ def test_logits_that_are_not_finite_end_one_request(running: Any) -> None:
     unusable = torch.full((1, server.service.llm.config.vocab_size), float("nan"))
     for stream in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Runner, "prefill", lambda *_: unusable)
+            patch.setattr(Runner, "prefill_together", lambda *_: unusable)
             status, text = server.ask({"prompt": "Once", "stream": stream, "max_tokens": 4})
         assert (status, "not usable" in text) == (200 if stream else 500, True)
     assert server.ask({"prompt": "The dog"})[0] == 200
@@ -109,13 +60,13 @@ def test_a_request_that_takes_too_long(running: Any) -> None:
 
 def test_a_silent_stream_is_kept_alive(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.02)
-    server, prefill = running(), Runner.prefill
+    server, prefill = running(), Runner.prefill_together
 
     def slow(self: Runner, *args: Any) -> Any:
         time.sleep(0.2)
         return prefill(self, *args)
 
-    monkeypatch.setattr(Runner, "prefill", slow)
+    monkeypatch.setattr(Runner, "prefill_together", slow)
     text = server.ask({"prompt": "Once", "stream": True, "max_tokens": 2})[1]
     assert text.count(": keep-alive\n\n") >= 3
     assert text.index(": keep-alive") < text.index("data: ")
@@ -126,13 +77,13 @@ def test_health_is_red_when_nothing_steps(running: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(service, "STALLED_S", 0.1)
     server, go_on = running(), threading.Event()
     assert server.service.health() == (200, "ok")
-    prefill = Runner.prefill
+    prefill = Runner.prefill_together
 
     def stuck(self: Runner, *args: Any) -> Any:
         go_on.wait(20)
         return prefill(self, *args)
 
-    monkeypatch.setattr(Runner, "prefill", stuck)
+    monkeypatch.setattr(Runner, "prefill_together", stuck)
     asking = threading.Thread(target=server.ask, args=[{"prompt": "Once", "max_tokens": 2}])
     asking.start()
     time.sleep(0.5)

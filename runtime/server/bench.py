@@ -1,0 +1,202 @@
+"""A client that measures any server with OpenAI's /v1/completions: arrivals as they come, and what each one waits for.
+
+Arrivals are a Poisson process of a given rate, at most `concurrency` at a time: who comes while all places are taken
+waits, and the wait counts. Lengths are log-normal, as conversations' are: prompts of 220 tokens on average (deviation
+of the logarithm 1.25), answers of 200 (0.9). Prompts are random words, so that no two begin alike. Everything follows
+from the seed.
+"""
+
+import asyncio
+import json
+import math
+import random
+import ssl
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from nibblelm.errors import RequestError
+
+_WORDS = "time day way man thing life child world school state family student group country hand part place case week"
+_WORDS += " company system question work night point home water room mother area money story fact month lot right study"
+
+
+@dataclass(frozen=True)
+class Load:
+    """rate: requests a second, inf for all at once; lengths in tokens, about as many words for a prompt."""
+
+    requests: int = 200
+    rate: float = math.inf
+    concurrency: int = 64
+    prompt_mean: float = 220.0
+    answer_mean: float = 200.0
+    longest_prompt: int = 1024
+    longest_answer: int = 1024
+    ignore_eos: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Result:
+    """One request: seconds from its arrival, token counts of the server, or why it failed."""
+
+    first_s: float = 0.0
+    end_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
+    tokens: int = 0
+    error: str | None = None
+
+    @property
+    def token_s(self) -> float:
+        """Seconds for each token after the first."""
+        return (self.end_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+
+def length(rng: random.Random, mean: float, sigma: float, longest: int) -> int:
+    """A log-normal length of that mean, at least 4."""
+    return max(4, min(longest, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
+
+
+async def measured(url: str, model: str | None, key: str | None, load: Load) -> tuple[list[Result], float]:
+    """Every request's result, and the seconds from the first arrival to the last end."""
+    rng, words = random.Random(load.seed), _WORDS.split()
+    target = _Target(url, key)
+    if model is None:
+        model = (await target.get_json("/v1/models"))["data"][0]["id"]
+    room = asyncio.Semaphore(load.concurrency)
+
+    async def one(body: dict[str, Any], arrival: float) -> Result:
+        async with room:
+            return await _request(target, body, arrival)
+
+    begun = time.perf_counter()
+    tasks: list[asyncio.Task[Result]] = []
+    due = begun
+    for i in range(load.requests):
+        prompt = " ".join(rng.choices(words, k=length(rng, load.prompt_mean, 1.25, load.longest_prompt)))
+        answer = length(rng, load.answer_mean, 0.9, load.longest_answer)
+        body = {"model": model, "prompt": prompt, "max_tokens": answer, "stream": True, "seed": load.seed + i}
+        body |= {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if load.ignore_eos else {})
+        if (wait := due - time.perf_counter()) > 0:
+            await asyncio.sleep(wait)
+        tasks.append(asyncio.create_task(one(body, max(due, begun))))
+        due += 0.0 if math.isinf(load.rate) else rng.expovariate(load.rate)
+    return list(await asyncio.gather(*tasks)), time.perf_counter() - begun
+
+
+def summary(results: Sequence[Result], took_s: float, first_goal_s: float, token_goal_s: float) -> dict[str, Any]:
+    """Rates, percentiles in milliseconds, and goodput: requests a second that met both goals."""
+    good = [r for r in results if r.error is None]
+    if not good:
+        raise RequestError(f"none of {len(results)} requests was answered; the first failed with: {results[0].error}")
+    met = [r for r in good if r.first_s <= first_goal_s and r.token_s <= token_goal_s]
+    times = {
+        "ttft_ms": [r.first_s for r in good],
+        "itl_ms": [gap for r in good for gap in r.gaps_s] or [0.0],
+        "tpot_ms": [r.token_s for r in good if r.tokens > 1] or [0.0],
+        "e2e_ms": [r.end_s for r in good],
+    }
+    return {
+        "requests": len(results),
+        "failed": len(results) - len(good),
+        "errors": sorted({r.error for r in results if r.error is not None})[:5],
+        "seconds": took_s,
+        "requests_s": len(good) / took_s,
+        "prompt_tokens_s": sum(r.prompt_tokens for r in good) / took_s,
+        "output_tokens_s": sum(r.tokens for r in good) / took_s,
+        "goodput_s": len(met) / took_s,
+        "goodput_share": len(met) / len(results),
+        **{name: {f"p{p}": 1000 * percentile(values, p) for p in (50, 90, 99)} for name, values in times.items()},
+    }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that at least `percent` % of them do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+
+
+async def _request(target: "_Target", body: dict[str, Any], arrival: float) -> Result:
+    result, last = Result(), 0.0
+    try:
+        async for data in target.events("/v1/completions", body):
+            now = time.perf_counter()
+            event = json.loads(data)
+            if "error" in event:
+                raise RequestError(str(event["error"].get("message")))
+            if any(choice.get("text") for choice in event.get("choices", ())):
+                if last:
+                    result.gaps_s.append(now - last)
+                else:
+                    result.first_s = now - arrival
+                last = now
+                result.tokens += 1
+            if usage := event.get("usage"):
+                result.prompt_tokens, result.tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        result.end_s = time.perf_counter() - arrival
+    except (OSError, EOFError, ValueError, KeyError, RequestError) as error:
+        result.error = f"{type(error).__name__}: {error}"[:200]
+    return result
+
+
+class _Target:
+    """HTTP/1.1 as far as it is needed here: a connection for each request, bodies in chunks or to the end."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise RequestError(f"--url is {url!r}; supported: http://HOST:PORT or https://HOST")
+        self._host, self._tls = parts.hostname, parts.scheme == "https"
+        self._port = parts.port or (443 if self._tls else 80)
+        self._prefix = parts.path.rstrip("/").removesuffix("/v1")
+        self._key = "" if key is None else f"authorization: Bearer {key}\r\n"
+
+    async def get_json(self, path: str) -> Any:
+        return json.loads(b"".join([line async for line in self._lines("GET", path, b"")]))
+
+    async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
+        """The data of each event, to the end."""
+        async for line in self._lines("POST", path, json.dumps(body).encode()):
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield line[6:]
+
+    async def _lines(self, method: str, path: str, body: bytes) -> AsyncIterator[bytes]:
+        """Lines of the answer's body. Raises RequestError for a status other than 200."""
+        context = ssl.create_default_context() if self._tls else None
+        try:
+            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=context, limit=1 << 22)
+        except OSError as error:
+            raise RequestError(f"{self._host}:{self._port} cannot be reached: {error}") from error
+        try:
+            head = f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._host}\r\nconnection: close\r\n{self._key}"
+            head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
+            status = int((await reader.readline()).split()[1])
+            chunked = False
+            while (line := await reader.readline()).strip():
+                chunked |= line.lower().startswith(b"transfer-encoding:") and b"chunked" in line.lower()
+            rest = b""
+            async for data in _body(reader, chunked):
+                *lines, rest = (rest + data).split(b"\n")
+                if status == 200:
+                    for line in lines:
+                        yield line.rstrip(b"\r")
+                else:
+                    rest = b"\n".join([*lines, rest])
+            if status != 200:
+                raise RequestError(f"status {status}: {rest[:150].decode(errors='replace')}")
+            yield rest
+        finally:
+            writer.close()
+
+
+async def _body(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
+    if not chunked:
+        while data := await reader.read(1 << 16):
+            yield data
+        return
+    while size := int((await reader.readline()).split(b";")[0], 16):
+        yield await reader.readexactly(size)
+        await reader.readline()
