@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nibblelm.errors import CheckpointError, TokenizerError
-from nibblelm.tokenizer import Tokenizer, load_tokenizer
+from nibblelm.tokenizer import TextStream, Tokenizer, load_tokenizer
 from nibblelm.tokenizer.files import FILES
 
 FOLDERS = ["stories260K", "tinystories656K", "qwen2", "gpt2", "gpt2_prefix_bos", "llama_legacy", "qwen2_json"]
@@ -45,6 +45,21 @@ def test_encodes_real_text_as_transformers(data_dir: Path, pair_of: Callable[[st
     for name in ("stories260K", "tinystories656K", "qwen2", "gpt2"):
         ours, theirs = pair_of(name)
         assert ours.encode(book) == theirs(book).input_ids, name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "stories260K"])
+def test_text_in_many_scripts_comes_back(name: str, pair_of: Callable[[str], tuple[Tokenizer, Any]]) -> None:
+    """Bytes are never lost: byte-level BPE, and SentencePiece with byte fallback. As one text, and piece by piece."""
+    ours, _ = pair_of(name)
+    texts = (
+        "é, Съешь, Ξεσκεπάζω, דג סקרן, نص حكيم, ऋषियों, วันพฤหัสบดี",
+        "அகர, ვეფხისტ, Բել, ሰላም, 天地玄黄, あさき, 다람쥐",
+    )
+    for text in (*texts, "😀 🏳️‍🌈 👩🏽‍🚀 𝕏 \U0010ffff"):
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == text
+        stream = TextStream(ours)
+        assert "".join([*map(stream.push, ids), stream.flush()]) == text
 
 
 @pytest.mark.parametrize("name", ["stories260K", "tinystories656K", "qwen2", "gpt2"])
