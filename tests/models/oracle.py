@@ -352,6 +352,31 @@ CONFIGS: dict[str, dict] = {
 }
 
 
+def sized(name: str, head_dim: int) -> dict:
+    """The config of a variant with another head size."""
+    config = CONFIGS[name]
+    if "kv_channels" in config:
+        return {**config, "kv_channels": head_dim}
+    if "head_dim" in config or name in OWN_HEAD_SIZE:
+        return {**config, "head_dim": head_dim}
+    hidden, heads = next((h, n) for h, n in _SIZE_NAMES if h in config and n in config)
+    return {**config, hidden: head_dim * config[heads]}
+
+
+# Families whose heads may have a size that is not the hidden size's share, where CONFIGS leaves it out.
+OWN_HEAD_SIZE = {"llama", "mistral"}
+_SIZE_NAMES = [
+    ("hidden_size", "num_attention_heads"),
+    ("hidden_size", "n_head"),
+    ("n_embd", "n_head"),
+    ("d_model", "n_heads"),
+]
+
+# The first variant of each family with head sizes for which CUDA has kernels of their own; tests on GPUs take them too.
+CONFIGS_BY_HEAD_SIZE = {
+    f"{name}-of-{head_dim}": sized(name, head_dim) for name in CONFIGS if "-" not in name for head_dim in (64, 128)
+}
+
 MIXED = (r".*\.k_proj=8", r".*layers\.0\.mlp\.up_proj=16")
 _FUSED = (r"qkv_proj=8", r"layers\.0\.mlp\.gate_up_proj=16")
 _DENSE = (r"attention\.dense=8", r"\b0\.mlp\.dense_h_to_4h=16")
@@ -393,7 +418,7 @@ def save_random(
             "as CONTRIBUTING says under 'Add a model family'"
         )
     sizes = {key: value for key, value in SMALL.items() if key != "max_position_embeddings" or family not in ALIBI}
-    config = AutoConfig.for_model(family, **{**sizes, **CONFIGS[name]})
+    config = AutoConfig.for_model(family, **{**sizes, **{**CONFIGS_BY_HEAD_SIZE, **CONFIGS}[name]})
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     with torch.no_grad():
         for key, value in model.named_parameters():

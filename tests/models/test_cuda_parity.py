@@ -9,7 +9,16 @@ import torch
 from nibblelm import LLM, convert, ops
 
 sys.path.insert(0, str(Path(__file__).parent))
-from oracle import BIDIRECTIONAL, CONFIGS, PROMPT, load_reference, mixed, relative_error, save_random
+from oracle import (
+    BIDIRECTIONAL,
+    CONFIGS,
+    CONFIGS_BY_HEAD_SIZE,
+    PROMPT,
+    load_reference,
+    mixed,
+    relative_error,
+    save_random,
+)
 
 USABLE, REASON = ops.cuda_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]
@@ -24,12 +33,17 @@ FORMATS: dict[str, dict | None] = {
 }
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+# Every variant in every format, with its own head sizes; and every family with those that have kernels of their own.
+CASES = [(name, scheme) for name in CONFIGS for scheme in FORMATS]
+CASES += [(name, scheme) for name in CONFIGS_BY_HEAD_SIZE for scheme in ("full", "int4-row")]
+
+
+@pytest.fixture(scope="module")
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return request.param, save_random(request.param, tmp_path_factory.mktemp(request.param) / "source", torch.bfloat16)
 
 
-@pytest.mark.parametrize("scheme", FORMATS)
+@pytest.mark.parametrize(("source", "scheme"), CASES, indirect=["source"], scope="module")
 def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     name, folder = source
     options, quantized = mixed(name) if scheme == "mixed" else FORMATS[scheme], folder
@@ -49,7 +63,7 @@ def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     assert torch.equal(got.argmax(-1), want.argmax(-1))
 
     # token by token, from a short prefill: another kernel family, the same numbers
-    runner, first = exact.runner, BIDIRECTIONAL.get(name, 3)
+    runner, first = exact.runner, BIDIRECTIONAL.get(name.partition("-of-")[0], 3)
     runner.set_pages(0, [0, 1])
     runner.set_prompt(0, PROMPT, len(PROMPT))
     with torch.inference_mode():
