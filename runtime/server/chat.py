@@ -22,11 +22,13 @@ from nibblelm.server.tool_formats import tool_format
 
 @dataclass(frozen=True)
 class Chat:
-    """What a request asks for. `variables` go to the chat template; `asked`: tokens by number."""
+    """What a request asks for. `variables` go to the chat template; `asked`: tokens by number; `forced`: tools of which
+    one has to be called."""
 
     messages: list[dict[str, Any]]
     variables: dict[str, Any]
     tool_names: list[str]
+    forced: list[dict[str, Any]]
     common: Common
     asked: int | None
 
@@ -35,8 +37,9 @@ def read_chat(f: Fields, generation_config: dict[str, Any]) -> Chat:
     """The request of a body's fields, but for `model`. Raises ApiError 400."""
     messages, tools = read_messages(f), read_tools(f)
     choice = read_tool_choice(f, tools)
-    if choice not in (None, "none", "auto"):
-        raise ApiError(400, "tool_choice can be none or auto here", param="tool_choice")
+    forced = [] if choice in (None, "none", "auto") else tools
+    if choice is not None and choice.startswith("function:"):
+        forced = [tool for tool in tools if tool["function"]["name"] == choice.removeprefix("function:")]
     f.choice("parallel_tool_calls", True)
     variables = f.take("chat_template_kwargs", "an object", lambda v: isinstance(v, dict)) or {}
     if taken := sorted({"messages", "tools", "add_generation_prompt"} & set(variables)):
@@ -47,11 +50,13 @@ def read_chat(f: Fields, generation_config: dict[str, Any]) -> Chat:
     asked = older if asked is None else asked
     unasked = generation_config.get("max_new_tokens") or -1
     common = read_common(f, unasked if asked is None else asked, _logprobs(f))
+    if forced and (common.guided or common.params.ignore_eos):
+        f.refuse("tool_choice", choice, "none or auto with response_format, regex, grammar or ignore_eos")
     f.take("modalities", '["text"]', lambda v: v == ["text"])
     f.end()
     offered = [] if choice == "none" else tools
     names = [tool["function"]["name"] for tool in offered]
-    return Chat(messages, variables | ({"tools": offered} if offered else {}), names, common, asked)
+    return Chat(messages, variables | ({"tools": offered} if offered else {}), names, forced, common, asked)
 
 
 def _logprobs(f: Fields) -> int | None:
@@ -87,8 +92,12 @@ def _requests(service: Service, wanted: Chat) -> tuple[str, list[Request]]:
         spoken = tool_format(tokenizer.chat_template)
         if spoken is None:
             raise ApiError(400, "this model's chat template has no tool calls in a form known here", param="tools")
-        if spoken.special:
-            params = service.llm.resolve(params, {"skip_special_tokens": False})
+        if wanted.forced and spoken.forced is None:
+            raise ApiError(400, "tool calls of this model's form cannot be forced; use auto", param="tool_choice")
+        fields: dict[str, Any] = {"skip_special_tokens": False} if spoken.special else {}
+        if wanted.forced and spoken.forced is not None:
+            fields |= spoken.forced(wanted.forced)
+        params = service.llm.resolve(params, fields)
     prompt = tokenizer.apply_chat_template(wanted.messages, **wanted.variables)
     ids, params = service.llm.encode_rendered(prompt), service.llm.resolve(params, {})
     return prompt, service.prepared(ids, params, wanted.common.n, wanted.asked, "messages")

@@ -21,6 +21,7 @@ class Common:
     n: int
     stream: bool
     include_usage: bool
+    guided: bool  # the answer has to follow something
 
 
 def read_common(f: Fields, max_tokens: int | None, logprobs: int | None) -> Common:
@@ -57,7 +58,7 @@ def read_common(f: Fields, max_tokens: int | None, logprobs: int | None) -> Comm
         logprobs=logprobs,
         **guided,
     )
-    return Common(params, n, stream, usage)
+    return Common(params, n, stream, usage, bool(guided))
 
 
 def _guided(f: Fields) -> dict[str, Any]:

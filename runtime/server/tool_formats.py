@@ -17,12 +17,14 @@ class ToolFormat:
     end        what ends it; None: the end of the answer
     read       the calls in the text from `start` to `end`, without both; None if it is none
     special    start is a special token, which the text has to show
+    forced     fields of SamplingParams that make an answer a call of one of these tools; None: not supported
     """
 
     start: str | None
     end: str | None
     read: Callable[[str, Collection[str]], list[Call] | None]
     special: bool = False
+    forced: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None
 
 
 def _call(value: Any, key: str, names: Collection[str]) -> Call | None:
@@ -76,9 +78,29 @@ def _mistral(text: str, names: Collection[str]) -> list[Call] | None:
         return None
 
 
-QWEN = ToolFormat("<tool_call>", "</tool_call>", _qwen)
+def _forced_qwen(tools: list[dict[str, Any]]) -> dict[str, Any]:
+    compact = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+    call = json.dumps(_schema(tools, "arguments") | compact)
+    return {"grammar": f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: %json {call}'}
+
+
+def _forced_llama3(tools: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"schema": _schema(tools, "parameters")}
+
+
+def _schema(tools: list[dict[str, Any]], key: str) -> dict[str, Any]:
+    """Of a call of one of the tools."""
+    calls = []
+    for function in (tool["function"] for tool in tools):
+        properties = {"name": {"const": function["name"]}, key: function["parameters"]}
+        call = {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
+        calls.append(call)
+    return {"anyOf": calls}
+
+
+QWEN = ToolFormat("<tool_call>", "</tool_call>", _qwen, forced=_forced_qwen)
 MISTRAL = ToolFormat("[TOOL_CALLS]", None, _mistral, special=True)
-LLAMA3 = ToolFormat(None, None, _llama3, special=True)
+LLAMA3 = ToolFormat(None, None, _llama3, special=True, forced=_forced_llama3)
 
 
 def tool_format(template: str | None) -> ToolFormat | None:

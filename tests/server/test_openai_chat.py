@@ -1,10 +1,12 @@
 """The official client against /v1/chat/completions, and the async one beside it."""
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import openai
 import pytest
 
@@ -154,6 +156,35 @@ def test_tools_are_rendered_and_results_go_back(speaking: Any, llm: LLM) -> None
     assert 'weather({"town": "Rome"})' in text
     assert "tool: sunnycall_1" in text
     assert client.chat.completions.create(messages=messages, **GREEDY).choices[0].message.content
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}], ids=str)
+def test_a_call_is_made_where_it_has_to_be(choice: Any, speaking: Any) -> None:
+    town = {"type": "object", "properties": {"town": {"enum": ["Rome", "Köln"]}}, "required": ["town"]}
+    zone = {
+        "type": "object",
+        "properties": {"zone": {"type": "integer", "minimum": 0, "maximum": 24}},
+        "required": ["zone"],
+    }
+    parameters = {"weather": town, "clock": zone}
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": name, "parameters": schema | {"additionalProperties": False}}}
+        for name, schema in parameters.items()
+    ]
+    options: Any = dict(model="demo", messages=USER, tools=tools, tool_choice=choice, temperature=1)
+    for seed in range(6):
+        choice_made = client_of(speaking).chat.completions.create(seed=seed, **options).choices[0]
+        assert choice_made.finish_reason == "tool_calls"
+        assert choice_made.message.content is None
+        (call,) = choice_made.message.tool_calls or []
+        assert call.type == "function"
+        assert call.function.name in (["clock"] if isinstance(choice, dict) else parameters)
+        jsonschema.validate(json.loads(call.function.arguments), parameters[call.function.name])
+    chunks = list(client_of(speaking).chat.completions.create(seed=5, stream=True, **options))
+    (streamed,) = [made for chunk in chunks for made in chunk.choices[0].delta.tool_calls or []]
+    assert (streamed.function.name, streamed.function.arguments) == (call.function.name, call.function.arguments)
+    with pytest.raises(openai.BadRequestError, match="with response_format"):
+        client_of(speaking).chat.completions.create(response_format={"type": "json_object"}, **options)
 
 
 def test_variables_of_the_template_and_reasoning(speaking: Any) -> None:
