@@ -192,11 +192,10 @@ void bind_attention(py::module_& m) {
       [](uintptr_t q, const KvCache& cache, uintptr_t slots, uintptr_t positions, uintptr_t out, int64_t rows,
          int64_t heads, int64_t q_stride, int64_t window, float scale, float softcap, uintptr_t slopes,
          uintptr_t prefix, uintptr_t starts, uintptr_t mask, int64_t mask_stride, int64_t mask_columns) {
-        Program::run(&Kernels::attention,
-                     {pointer<float>(q), cache, pointer<int32_t>(slots), pointer<int32_t>(positions),
-                      pointer<float>(out), rows, heads, q_stride, window, scale, softcap, pointer<float>(slopes),
-                      pointer<int32_t>(prefix), pointer<int32_t>(starts), pointer<float>(mask), mask_stride,
-                      mask_columns});
+        Program::run(&Kernels::attention, {pointer<float>(q), cache, pointer<int32_t>(slots),
+                                           pointer<int32_t>(positions), pointer<float>(out), rows, heads, q_stride,
+                                           window, scale, softcap, pointer<float>(slopes), pointer<int32_t>(prefix),
+                                           pointer<int32_t>(starts), pointer<float>(mask), mask_stride, mask_columns});
       },
       Unlocked());
 }

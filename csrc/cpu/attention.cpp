@@ -157,8 +157,8 @@ __attribute__((noinline)) void score_rows(Row* const* rows, const float* keys, i
   }
 }
 
-// scores -> weights e^(score - maximum) of positions [from, to) of the block that starts at `start`; updates maximum and
-// sum and rescales what was summed before. Every position outside, or masked with -infinity, gets weight 0.
+// scores -> weights e^(score - maximum) of positions [from, to) of the block that starts at `start`; updates maximum
+// and sum and rescales what was summed before. Every position outside, or masked with -infinity, gets weight 0.
 NIBBLE_INLINE void weigh(Row& row, float* scores, int64_t start, int64_t from, int64_t to, Scaling scaling,
                          int64_t padded) {
   constexpr int kVectors = kBlock / kLanes;

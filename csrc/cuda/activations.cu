@@ -1,4 +1,5 @@
-// silu, gelu (tanh and erf), their gated forms (Hendrycks & Gimpel 2016; Shazeer 2020) softcap, relu and scale, in fp32.
+// silu, gelu (tanh and erf), their gated forms (Hendrycks & Gimpel 2016; Shazeer 2020) softcap, relu and scale, in
+// fp32.
 #include <algorithm>
 
 #include "activations.h"
