@@ -32,9 +32,8 @@ KEYS = {
 
 @dataclass(frozen=True)
 class OPTConfig(DecoderConfig):
-    """`table_size`: width of the token table; `before`: norms stand before the blocks; `last`: and after the layers."""
+    """`before`: norms stand before the blocks; `last`: and after the layers."""
 
-    table_size: int = 0
     before: bool = True
     last: bool = True
     form: Literal["tanh", "erf", "relu"] = "relu"
@@ -54,7 +53,7 @@ def read_config(raw: Mapping[str, Any], strict: bool = False) -> OPTConfig:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        table_size=values["word_embed_proj_dim"] or values["hidden_size"],
+        embedding_size=values["word_embed_proj_dim"],
         before=before,
         last=before and not values["_remove_final_layer_norm"],
         form=_FORMS[values["activation_function"]],
@@ -84,7 +83,7 @@ class Model:
     """Token ids to hidden states to logits."""
 
     def __init__(self, weights: Weights, config: OPTConfig, positions: int) -> None:
-        name, hidden, size = "model.decoder", config.hidden_size, config.table_size
+        name, hidden, size = "model.decoder", config.hidden_size, config.embedding_size or config.hidden_size
         if positions > config.max_positions:
             raise ConfigError(f"{positions} positions were asked for; the table has {config.max_positions}")
         self.config, self.dtype = config, weights.dtype

@@ -127,6 +127,7 @@ class DecoderConfig:
     gap: Gap | None = None  # prompts are bidirectional, positions are two streams
     query_growth: tuple[float, float] = (0.0, 1.0)  # (b, n): q is times 1 + b log(1 + floor(position / n))
     transposed: bool = False  # the checkpoint has the layers' matrices as (K, N)
+    embedding_size: int | None = None  # of the token table, where it is not the hidden size
     embedding_multiplier: float = 1.0
     unit_head: bool = False  # the head's rows are divided by their length
     logit_scale: float = 1.0

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from nibblelm.checkpoint import Checkpoint
+from nibblelm.config import DecoderConfig
 from nibblelm.converter.calibrated import Awq, Gptq
 from nibblelm.converter.calibration import Walk, read_calibration
 from nibblelm.converter.plan import Unit
@@ -22,6 +23,17 @@ from nibblelm.quant.schemes import CALIBRATED, Options
 
 Made = QuantizedRows | Tensor | None
 """Finished rows of a matrix, a tensor to quantize or to store, or None: the source's own, in blocks."""
+
+
+def _require_walkable(config: DecoderConfig, method: str) -> None:
+    """Raise ConvertError for a model whose layers cannot be run one by one over a text."""
+    why = ""
+    if config.gap is not None:
+        why = "its prompts' tokens see each other, which a text has no place for"
+    elif config.embedding_size not in (None, config.hidden_size):
+        why = "matrices stand before its layers"
+    if why:
+        raise ConvertError(f"model_type {config.model_type!r}: {method} is not supported, {why}; use mse")
 
 
 class Prepared:
@@ -53,6 +65,7 @@ class Prepared:
                 "use gptq"
             )
         if options.method in CALIBRATED:
+            _require_walkable(self._config, options.method)
             args = (checkpoint.folder, self._config, options.samples, options.seed, options.held_out)
             self._calibration = read_calibration(calibration, *args)
             self._device = select_device(device)
