@@ -23,7 +23,7 @@ from nibblelm.rope import Rope
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
 """Most tokens of one prefill step; where a prompt is cut changes no bit."""
 
-_PROGRAM_ROWS = (16, 32, *range(64, 513, 64), *range(640, 1025, 128))
+_PROGRAM_ROWS = (16, 32, *range(64, 513, 64))
 """Rows of prefill steps that CUDA replays, filled up; for more, the device takes longer than Python does to launch."""
 
 
