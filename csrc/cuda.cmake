@@ -48,12 +48,7 @@ if(CUDA_WANTED)
   pybind11_add_module(_cuda NO_EXTRAS bindings_cuda.cpp bindings_cuda_ops.cpp ${CUDA_SOURCES})
   target_include_directories(_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
   set_target_properties(_cuda PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static)
-  # Profilers want lines for the card that is present; in a wheel for all cards they and loose packing are 3/4 of it.
-  set(CUDA_FORM -lineinfo)
-  if(NIBBLELM_CUDA STREQUAL "ON")
-    set(CUDA_FORM $<$<VERSION_GREATER_EQUAL:${CMAKE_CUDA_COMPILER_VERSION},12.8>:--compress-mode=size>)
-  endif()
   target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O3 -Wall -Wextra>
-                                       $<$<COMPILE_LANGUAGE:CUDA>:-O3 ${CUDA_FORM} -Xcompiler=-Wall>)
+                                       $<$<COMPILE_LANGUAGE:CUDA>:-O3 -lineinfo -Xcompiler=-Wall>)
   install(TARGETS _cuda DESTINATION .)
 endif()

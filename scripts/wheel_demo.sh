@@ -16,10 +16,12 @@ cd "$work"
 there() { env -i HOME="$work" PATH="$work/venv/bin" "$@"; }
 there python - << 'PYTHON'
 import importlib.util, shutil, sys
+from pathlib import Path
 
 import nibblelm
 
 assert nibblelm.__file__.startswith(sys.prefix), nibblelm.__file__
+assert (Path(nibblelm.__file__).parent / "py.typed").exists()
 found = [tool for tool in ("c++", "g++", "clang++", "cc", "nvcc", "cmake", "ninja", "make") if shutil.which(tool)]
 assert not found, f"this machine without compilers has {found}"
 for name in ("_cpu", "_cuda"):
