@@ -79,17 +79,21 @@ class _OpenWeights(CheckpointWeights):
         self._read = read
         self._places: dict[tuple[str, ...], tuple[list[PackedLinear], bool, Tensor | None]] = {}
 
-    def _weight(self, module: str, shape: tuple[int, int]) -> Weight:
-        return super()._weight(module, shape) if self._read is None else self._read(f"{module}.weight").float()
+    def _weight(self, module: str, shape: tuple[int, int], transposed: bool = False) -> Weight:
+        if self._read is None:
+            return super()._weight(module, shape, transposed)
+        return self._read(f"{module}.weight").float()
 
-    def vector(self, name: str, size: int) -> Tensor:
-        return super().vector(name, size) if self._read is None else self._read(name).float().to(self.device)
+    def vector(self, name: str, *shape: int) -> Tensor:
+        return super().vector(name, *shape) if self._read is None else self._read(name).float().to(self.device)
 
     def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
         return super().table(module, rows, columns, tied and self._read is None)
 
-    def head(self, module: str, table: str, rows: int, columns: int, tied: bool) -> list[PackedLinear]:
-        return super().head(module, table, rows, columns, tied and self._read is None)
+    def head(
+        self, module: str, table: str, rows: int, columns: int, tied: bool, unit_rows: bool = False
+    ) -> list[PackedLinear]:
+        return super().head(module, table, rows, columns, tied and self._read is None, unit_rows)
 
     def matrices(
         self,
