@@ -113,7 +113,7 @@ def test_a_runner_computes_on_its_card(two_cards: Cards, monkeypatch: pytest.Mon
         return torch.empty(0)
 
     monkeypatch.setattr(Runner, "_prefill", prefill)
-    config: Any = SimpleNamespace(config=SimpleNamespace(), rope=None)
+    config: Any = SimpleNamespace(config=SimpleNamespace(), rope=SimpleNamespace(gap=None))
     runner = Runner(config, torch.device("cuda", 1), torch.bfloat16, 8)
     runner.prefill([1, 2])
     assert (seen, two_cards.current) == ([1], 0)
