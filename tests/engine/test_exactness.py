@@ -152,8 +152,9 @@ def test_ids_are_those_of_one_request_at_a_time(
 
 
 def test_the_requests_tell_schedules_apart(model: tuple[LLM, list[Any]]) -> None:
-    """They fit in the smallest pool, differ from each other, and share pages."""
+    """They fit in the smallest pool, differ from each other (but for what a random model says again and again), and
+    share pages."""
     _, alone = model
     assert all(page_count(len(prompt) + params["max_tokens"]) <= 7 for prompt, params in REQUESTS)
-    assert len({tuple(ids) for ids, _, _ in alone}) > COUNT * 0.8
+    assert len({tuple(ids) for ids, _, _ in alone}) > COUNT * 0.7
     assert len({tuple(prompt[:64]) for prompt, _ in REQUESTS if len(prompt) > 64}) <= 4

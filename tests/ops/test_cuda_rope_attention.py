@@ -56,8 +56,7 @@ def make_projection(
 def by_parts(c: dict[str, Any], window: int = 0, **norms: Any) -> Tensor:
     """rope_append, then attention."""
     q = ops.rope_append(**{name: value for name, value in c.items() if name != "scale"}, **norms)
-    main = c["positions"] if c["positions"].ndim == 1 else c["positions"][0]
-    return ops.attention(q, c["k_cache"], c["v_cache"], c["slots"], main, c["tables"], c["scale"], window)
+    return ops.attention(q, c["k_cache"], c["v_cache"], c["slots"], c["positions"], c["tables"], c["scale"], window)
 
 
 def run_rope_attention(c: dict[str, Any], together: bool, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,8 +99,7 @@ def check_rope_attention(c: dict[str, Any], together: bool = True, **options: An
     caches = {name: c[name].clone() for name in ("k_cache", "v_cache")}
     places = [c[name] for name in ("positions", "slots", "tables", "cos", "sin")]
     q = ops.rope_append(c["qkv"].clone(), *places, *caches.values(), **options)
-    main = c["positions"] if c["positions"].ndim == 1 else c["positions"][0]
-    plain = {"q": q, "slots": c["slots"], "positions": main, "scale": c["scale"], **caches}
+    plain = {"q": q, "slots": c["slots"], "positions": c["positions"], "scale": c["scale"], **caches}
     assert same(ops.attention(**plain, tables=c["tables"], window=window), fused[0])
     live = c["slots"] >= 0
     rows = {name: plain[name][live] for name in ("q", "slots", "positions")}
@@ -184,7 +182,13 @@ def test_without_a_fused_kernel(d: int, dtype: torch.dtype) -> None:
     half = {name: c[name][:, : d // 4].contiguous() for name in ("cos", "sin")}
     check_rope_attention(c | half, together=False)
     two = torch.stack((c["positions"], c["positions"] // 2))
-    check_rope_attention(c | half | {"positions": two}, together=False)
+    _, *got = run_rope_attention(c | half, False, places=two)
+    x, k_cache, v_cache = (c[name].clone() for name in ("qkv", "k_cache", "v_cache"))
+    for heads in (x[:, :4], x[:, 4:6]):
+        ops.rope(heads, two, half["cos"], half["sin"])
+    ops.kv_append(x[:, 4:6], x[:, 6:], k_cache, v_cache, c["slots"], c["positions"], c["tables"])
+    assert same(got[0], k_cache)
+    assert same(got[1], v_cache)
 
 
 @pytest.mark.parametrize("window", [0, 45, 777])
