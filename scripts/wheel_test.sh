@@ -11,7 +11,7 @@ site=$("$work/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("p
 "$root/.venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$site/dependencies.pth"
 "$root/.venv/bin/pip" --python "$work/venv/bin/python" install --quiet --no-deps "$work"/dist/*.whl
 "$root/scripts/wheel_demo.sh" "$work"/dist/*.whl
-cp -r "$root/tests" "$root/scripts" "$root/pyproject.toml" "$work"
+cp -r "$root/tests" "$root/scripts" "$root/docs" "$root/README.md" "$root/pyproject.toml" "$work"
 cd "$work"
 "$work/venv/bin/python" -c 'import nibblelm, sys; assert nibblelm.__file__.startswith(sys.prefix), nibblelm.__file__'
 "$work/venv/bin/python" -m pytest -n 2 --dist loadfile "--data=$root/../shared/data" tests "$@"
