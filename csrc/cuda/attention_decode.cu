@@ -293,12 +293,15 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
     });
     if (at.rank != 0) return;
     cluster_receive(&received);
-    each_quad([&](int, int h, int d) {
+    // Not unrolled: the registers of eight parts at a time would be taken from the loop over tiles.
+#pragma unroll 1
+    for (int i = threadIdx.x; i < at.heads * kQuads; i += R::kThreads) {
+      const int h = i / kQuads, d = i % kQuads * 4;
       finish(h, d,
              merge<kGroup>(
                  ranks, [&](int r) { return space.part_statistics(r)[h]; },
                  [&](int r) { return *reinterpret_cast<const float4*>(space.part(r, h) + d); }));
-    });
+    }
   }
   if (partials_of_row > 1 && arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y), partials_of_row))
     merge_row<F>(a, at, parts, partials_of_head, write);

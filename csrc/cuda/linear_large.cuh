@@ -102,9 +102,11 @@ __device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
 }
 
 // Of what the kernel is compiled for. Keeps: totals of slices; where there are two forms one does, one does not.
-template <WeightFormat F, bool Grouped, int D, int Rows, bool Keeps>
+// Warps: where they are not the usual ones.
+template <WeightFormat F, bool Grouped, int D, int Rows, bool Keeps,
+          int Warps = large_warps(F, D, Grouped, Rows, Keeps)>
 struct LargeShape {
-  static constexpr int kWarps{large_warps(F, D, Grouped, Rows, Keeps)};
+  static constexpr int kWarps{Warps};
   static constexpr bool kTwoForms{kWarps != large_warps(F, D, Grouped, Rows, !Keeps)};
   static constexpr LargeLayout kLayout{
       large_layout(F, D, Grouped, Rows, kWarps, kArchitecture == 0 ? 90 : kArchitecture)};
@@ -262,6 +264,84 @@ __device__ __forceinline__ uint32_t leave(uint32_t counter, int lane) {
   return before;
 }
 
+// The ring of a block's chunks: what is asked for, waited for and left. All warps have the same but for their weights.
+template <WeightFormat F, class Shape>
+struct LargeRing {
+  static constexpr int kChunkTiles{Shape::kChunk * Shape::kLayout.tile_bytes},
+      kChunkWeights{Shape::kChunk * Shape::kStripBytes};
+  int lane, warp;
+  uint32_t base, full, share, left, weights;  // shared addresses
+  LargeAhead<F, Shape> ahead;
+  int slot{0}, parity{0};
+  int held{-1}, due{0}, due_count{0};  // the slot whose products may be under way, and the tiles that come there
+  uint32_t before{0};                  // warps that had left it
+
+  __device__ __forceinline__ LargeRing(const LargeArgs& g, uint8_t* shared)
+      : lane(keep(static_cast<int>(threadIdx.x % kWarp))),
+        warp(threadIdx.x / kWarp),
+        base(shared_address(shared)),
+        full(base + Shape::kLayout.barriers_at),
+        share(full + Shape::kRing * 8),
+        left(share + 8),
+        weights(keep(base + Shape::kLayout.weights_at + warp * Shape::kRing * kChunkWeights)) {
+    if (threadIdx.x < Shape::kRing) {
+      barrier_init(full + threadIdx.x * 8, kTileArrivals);
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(left + threadIdx.x * 4), "r"(0) : "memory");
+      barrier_init_fence();
+    }
+    if (threadIdx.x == 0) {
+      const LargeShare own(g.p);
+      asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(share), "r"(own.begin), "r"(own.end) : "memory");
+    }
+    __syncthreads();
+    ahead.set(g, share, 0, lane);
+    LargeAhead<F, Shape> first_tiles = ahead;
+#pragma unroll 1
+    for (int i = 0; i < Shape::kRing; ++i) {  // weights: the step does not change them
+      ahead.copy_weights(g, weights + i * kChunkWeights, lane);
+      ahead.next(g, share, lane);
+    }
+    dependency_wait();
+    dependency_release();
+    if (warp == 0) {
+#pragma unroll 1
+      for (int i = 0; i < Shape::kRing && first_tiles.left > 0; ++i) {
+        copy_tiles<Shape>(g, first_tiles.tile, first_tiles.stages(), base + i * kChunkTiles, full + i * 8, lane);
+        first_tiles.next(g, share, lane);
+      }
+    }
+  }
+  __device__ __forceinline__ uint32_t tiles() const { return base + slot * kChunkTiles; }
+  __device__ __forceinline__ uint32_t codes() const { return weights + slot * kChunkWeights; }
+  __device__ __forceinline__ void wait() {
+    copy_async_wait<Shape::kRing - 1>();
+    if constexpr (!Format<F>::kInteger) __syncwarp();  // other lanes copied part of what this one reads
+    barrier_wait(full + slot * 8, parity);
+  }
+  // The products of the chunk before have been waited for.
+  template <bool Wgmma>
+  __device__ __forceinline__ void release() {
+    if constexpr (!Wgmma) __syncwarp();
+    if (held >= 0) before = leave<Shape::kWarps>(left + held * 4, lane);
+  }
+  __device__ __forceinline__ void refill(const LargeArgs& g) {
+    if (held < 0) return;
+    if constexpr (kArchitecture < 90) before = __shfl_sync(kAllLanes, before, 0);
+    if (before == Shape::kWarps - 1 && due_count > 0) {
+      copy_tiles<Shape>(g, due, due_count, base + held * kChunkTiles, full + held * 8, lane);
+    }
+    held = -1;
+  }
+  // The slot's weights are in registers; products by its tiles may be under way.
+  __device__ __forceinline__ void next(const LargeArgs& g) {
+    if constexpr (!Format<F>::kInteger) __syncwarp();  // all have read the slot
+    held = slot, due = ahead.tile, due_count = ahead.stages();
+    ahead.copy_weights(g, codes(), lane);
+    ahead.next(g, share, lane);
+    if (++slot == Shape::kRing) slot = 0, parity ^= 1;
+  }
+};
+
 // ---- a warp's strip --------------------------------------------------------------------------------------------
 
 // A number for every row of x of a tile, spread over the lanes: two neighbouring rows each.
@@ -418,7 +498,7 @@ struct WeightPieces {
 };
 
 // acc = or += a strip's words by product `i` of a stage (32 bytes of every column), by mma.sync.
-template <WeightFormat F, int Columns>
+template <WeightFormat F, bool Signed = false, int Columns>
 __device__ __forceinline__ void multiply_sync(typename Format<F>::Accumulator (&acc)[Columns][4],
                                               const uint32_t (&words)[4], uint32_t tile, int i, bool add_to, int lane) {
   const int g = lane / 4;
@@ -429,7 +509,7 @@ __device__ __forceinline__ void multiply_sync(typename Format<F>::Accumulator (&
     const uint2 b{load_shared<uint32_t>(row + t * 1024 + ((2 * i ^ g) << 4)),
                   load_shared<uint32_t>(row + t * 1024 + ((2 * i + 1 ^ g) << 4))};
     if constexpr (Format<F>::kInteger) {
-      mma(acc[t], words, b);
+      mma<Signed>(acc[t], words, b);
     } else {
       mma<F == WeightFormat::f16>(acc[t], words, b);
     }
@@ -478,6 +558,47 @@ __device__ __forceinline__ void store_tile(const LargeArgs& g, int strip, int ro
   const int m = row + lane % 4 * 2;
   if (m < g.rows) store_rows(a, strip, lane, m, value[0], value[2]);
   if (m + 1 < g.rows) store_rows(a, strip, lane, m + 1, value[1], value[3]);
+}
+
+// A warp's sums of the slices before those that are the block's: what the block before this one has begun, or nothing.
+template <int Tiles>
+__device__ __forceinline__ void begin_totals(const LargeArgs& g, const LargeWork& w, float (&total)[Tiles][4],
+                                             bool handed, int warp, int lane) {
+  handed = handed && w.first_slice > 0 && w.first_strip + warp < g.a.strips;
+  if (handed) wait_for_flag(handed_at(g, blockIdx.x - 1, warp));
+#pragma unroll
+  for (int t = 0; t < Tiles; ++t) {
+    const float4 sum = handed ? __ldcg(partial_at(g, blockIdx.x - 1, t, warp, lane)) : float4{};
+    total[t][0] = sum.x, total[t][1] = sum.y, total[t][2] = sum.z, total[t][3] = sum.w;
+  }
+}
+
+// What they have come to: stored as results, or handed on to the next block.
+template <WeightFormat F, bool Grouped, int Rows>
+__device__ __forceinline__ void end_totals(const LargeArgs& g, const LargeWork& w, const float (&total)[Rows / 8][4],
+                                           int warp, int lane) {
+  const int strip = w.first_strip + warp, token = w.token_tile * Rows;
+  if (strip >= g.a.strips) return;
+  if (w.last_slice < g.p.slices()) {
+#pragma unroll
+    for (int t = 0; t < Rows / 8; ++t) {
+      *partial_at(g, blockIdx.x, t, warp, lane) = make_float4(total[t][0], total[t][1], total[t][2], total[t][3]);
+    }
+    __syncwarp();
+    if (lane == 0) raise_flag(handed_at(g, blockIdx.x, warp));
+    return;
+  }
+  constexpr bool kPerRow{Format<F>::kInteger && !Grouped};
+  RowTerms rows[2]{};
+  if constexpr (kPerRow) read_row_terms<F>(g.a, strip, lane, rows);
+  const SpreadRows<Rows> sums((kPerRow ? g.totals : g.scales) + token, lane);  // of the rows of x
+  float bias[2];
+  load_bias(g.a, strip, lane, bias);
+#pragma unroll
+  for (int t = 0; t < Rows / 8; ++t) {
+    store_tile<kPerRow>(g, strip, token + t * 8, make_float4(total[t][0], total[t][1], total[t][2], total[t][3]), rows,
+                        sums.of_tile(t, lane), bias, lane);
+  }
 }
 
 // Adds the slices of tiles whose K was shared out.
@@ -543,86 +664,26 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
   using Fmt = Format<F>;
   using Shape = LargeShape<F, kGrouped, D, Rows, Keeps>;
   using Tile = LargeTile<F, kGrouped, D, Rows, Keeps>;
-  constexpr int kWarps{Shape::kWarps}, kRing{Shape::kRing}, kChunk{Shape::kChunk};
-  constexpr int kTileBytes{Shape::kLayout.tile_bytes}, kStripBytes{Shape::kStripBytes};
   extern __shared__ __align__(1024) uint8_t shared[];
   const LargePlan& p = g.p;
   const DecodeArgs& a = g.a;
-  const int lane = keep(static_cast<int>(threadIdx.x % kWarp)), warp = threadIdx.x / kWarp;
-  const uint32_t base = shared_address(shared), full = base + Shape::kLayout.barriers_at, share = full + kRing * 8,
-                 left = share + 8;
-  const uint32_t weights = keep(base + Shape::kLayout.weights_at + warp * kRing * kChunk * kStripBytes);
-  if (threadIdx.x < kRing) {
-    barrier_init(full + threadIdx.x * 8, kTileArrivals);
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(left + threadIdx.x * 4), "r"(0) : "memory");
-    barrier_init_fence();
-  }
-  if (threadIdx.x == 0) {
-    const LargeShare own(p);
-    asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(share), "r"(own.begin), "r"(own.end) : "memory");
-  }
-  __syncthreads();
-  LargeAhead<F, Shape> ahead;
-  ahead.set(g, share, 0, lane);
-  LargeAhead<F, Shape> first_tiles = ahead;
-#pragma unroll 1
-  for (int i = 0; i < kRing; ++i) {  // weights: the step does not change them
-    ahead.copy_weights(g, weights + i * kChunk * kStripBytes, lane);
-    ahead.next(g, share, lane);
-  }
-  dependency_wait();
-  dependency_release();
-  if (warp == 0) {
-#pragma unroll 1
-    for (int i = 0; i < kRing && first_tiles.left > 0; ++i) {
-      copy_tiles<Shape>(g, first_tiles.tile, first_tiles.stages(), base + i * kChunk * kTileBytes, full + i * 8, lane);
-      first_tiles.next(g, share, lane);
-    }
-  }
+  LargeRing<F, Shape> ring(g, shared);
+  const int lane = ring.lane, warp = ring.warp;
 
   const RecordForm<F> form(a);
   const int group_shift = kGrouped ? a.group_shift : 0;
   // Whether the sums of every slice wait for another kernel.
   const bool apart = !Keeps || (!Shape::kTwoForms && p.parts() > 1);
-  int slot{0}, parity{0};
-  int held{-1}, due{0}, due_count{0};  // the slot whose products may be under way, and the tiles that come there
-  uint32_t before{0};                  // warps that had left it
-  const auto release = [&] {
-    if constexpr (!Wgmma) __syncwarp();
-    if (held >= 0) before = leave<kWarps>(left + held * 4, lane);
-  };
-  const auto refill = [&] {
-    if (held < 0) return;
-    if constexpr (kArchitecture < 90) before = __shfl_sync(kAllLanes, before, 0);
-    if (before == kWarps - 1 && due_count > 0) {
-      copy_tiles<Shape>(g, due, due_count, base + held * kChunk * kTileBytes, full + held * 8, lane);
-    }
-    held = -1;
-  };
   // The warpgroups begin one after another, so that the sums of one meet the products of others.
   if (kGrouped && warp >= 4) __nanosleep(warp / 4 * 600);
 #pragma unroll 1
   for (int i_work = 0;; ++i_work) {
-    const LargeWork w(p, share, i_work);
+    const LargeWork w(p, ring.share, i_work);
     if (!w.valid) break;
     const int token = w.token_tile * Rows, strip = w.first_strip + warp;
     int begin = slice_begin(w.first_slice, a.plan.slices_log, a.steps);
     Tile tile;
-    if constexpr (Keeps) {
-      if (!apart && w.first_slice > 0 && strip < a.strips) {  // what the block before this one has begun
-        wait_for_flag(handed_at(g, blockIdx.x - 1, warp));
-#pragma unroll
-        for (int t = 0; t < Tile::kTiles; ++t) {
-          const float4 sum = __ldcg(partial_at(g, blockIdx.x - 1, t, warp, lane));
-          tile.total[t][0] = sum.x, tile.total[t][1] = sum.y, tile.total[t][2] = sum.z, tile.total[t][3] = sum.w;
-        }
-      } else {
-#pragma unroll
-        for (int t = 0; t < Tile::kTiles; ++t) {
-          tile.total[t][0] = tile.total[t][1] = tile.total[t][2] = tile.total[t][3] = 0.0f;
-        }
-      }
-    }
+    if constexpr (Keeps) begin_totals(g, w, tile.total, !apart, warp, lane);
 #pragma unroll 1
     for (int slice = w.first_slice; slice < w.last_slice; ++slice) {
       const int end = slice_begin(slice + 1, a.plan.slices_log, a.steps), steps = end - begin,
@@ -653,7 +714,7 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
           if constexpr (Wgmma && F != WeightFormat::int4) wgmma_wait<0>();
           pieces[0].read(codes, 0, lane), pieces[1].read(codes, 1, lane);
           if constexpr (Wgmma && F == WeightFormat::int4) wgmma_wait<0>();
-          if constexpr (First) release();  // the chunk before
+          if constexpr (First) ring.template release<Wgmma>();  // the chunk before
           pieces[0].unpack(words[0]), pieces[1].unpack(words[1]);
         }
         if constexpr (Wgmma) wgmma_fence();
@@ -673,7 +734,7 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
 #pragma unroll
           for (int i = 0; i < 4; ++i) multiply(i, 0);
           if constexpr (Wgmma) wgmma_commit();
-          if constexpr (First) refill();
+          if constexpr (First) ring.refill(g);
         } else {
           uint32_t digits = x + D * Rows * 128 + lane % 4 * 8;  // sums of the next group's
           const auto groups_of = [&]<int Products>() {
@@ -710,29 +771,25 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
                                : groups_of.template operator()<4>();
           }
         }
-        if constexpr (kGrouped && First) refill();
+        if constexpr (kGrouped && First) ring.refill(g);
         ++stage;
       };
 #pragma unroll 1
       while (stage < stages) {
-        const uint32_t x = base + slot * kChunk * kTileBytes, codes = weights + slot * kChunk * kStripBytes;
-        copy_async_wait<kRing - 1>();
-        if constexpr (!Fmt::kInteger) __syncwarp();  // other lanes copied part of what this one reads
-        barrier_wait(full + slot * 8, parity);
+        const uint32_t x = ring.tiles(), codes = ring.codes();
+        ring.wait();
         multiply_stage.template operator()<true>(x, codes);
-        if constexpr (kChunk == 2) {
-          if (stage < stages) multiply_stage.template operator()<false>(x + kTileBytes, codes + kStripBytes);
+        if constexpr (Shape::kChunk == 2) {
+          if (stage < stages) {
+            multiply_stage.template operator()<false>(x + Shape::kLayout.tile_bytes, codes + Shape::kStripBytes);
+          }
         }
-        if constexpr (!Fmt::kInteger) __syncwarp();  // all have read the slot
-        held = slot, due = ahead.tile, due_count = ahead.stages();
-        ahead.copy_weights(g, codes, lane);
-        ahead.next(g, share, lane);
-        if (++slot == kRing) slot = 0, parity ^= 1;
+        ring.next(g);
       }
       begin = end;
       if constexpr (Wgmma) wgmma_wait<0>();
-      release();
-      refill();
+      ring.template release<Wgmma>();
+      ring.refill(g);
       // Two digits of int4 codes fit int32 together in up to 4,096 columns.
       constexpr bool kMayBeWhole{F == WeightFormat::int4 && !kGrouped && D == 2};
       const bool whole = kMayBeWhole && steps * kStepK <= 4096;
@@ -748,29 +805,7 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
       }
     }
     if constexpr (Keeps) {
-      if (apart || strip >= a.strips) continue;
-      if (w.last_slice < p.slices()) {
-#pragma unroll
-        for (int t = 0; t < Tile::kTiles; ++t) {
-          const float (&sum)[4] = tile.total[t];
-          *partial_at(g, blockIdx.x, t, warp, lane) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-        }
-        __syncwarp();
-        if (lane == 0) raise_flag(handed_at(g, blockIdx.x, warp));
-        continue;
-      }
-      constexpr bool kPerRow{Fmt::kInteger && !kGrouped};
-      RowTerms rows[2]{};
-      if constexpr (kPerRow) read_row_terms<F>(a, strip, lane, rows);
-      const SpreadRows<Rows> sums((kPerRow ? g.totals : g.scales) + token, lane);  // of the rows of x
-      float bias[2];
-      load_bias(a, strip, lane, bias);
-#pragma unroll
-      for (int t = 0; t < Tile::kTiles; ++t) {
-        const float (&sum)[4] = tile.total[t];
-        store_tile<kPerRow>(g, strip, token + t * 8, make_float4(sum[0], sum[1], sum[2], sum[3]), rows,
-                            sums.of_tile(t, lane), bias, lane);
-      }
+      if (!apart) end_totals<F, kGrouped, Rows>(g, w, tile.total, warp, lane);
     }
   }
 }
@@ -784,21 +819,29 @@ void launch_large(const LargeArgs& g, const Launch& launch, const std::string& w
   launch_kernel(launch, [&] { return what; }, kernel, dim3(g.p.blocks), dim3(g.p.strips * kWarp), g.p.shared_bytes, g);
 }
 
+template <int Rows>
+void launch_groups(const LargeArgs& g, const Launch& launch, const std::string& what);  // linear_groups.cuh
+
 template <WeightFormat F, bool Grouped, int D, int Rows>
 void launch_large(const LargeArgs& g, const Launch& launch, const std::string& what) {
-  const DecodeArgs& a = g.a;
-  const auto launch_groups = [&]<Groups G>() {
-    if constexpr (large_warps(F, D, Grouped, Rows, true) != large_warps(F, D, Grouped, Rows, false)) {
-      if (g.p.parts() > 1) return launch_large<F, G, D, Rows, false>(g, launch, what);
+  if constexpr (F == WeightFormat::int4 && Grouped && D == 2) {
+    if (g.p.centred) return launch_groups<Rows>(g, launch, what);
+  }
+  if constexpr (large_compiled(F, D, Grouped, Rows)) {
+    const auto launch_form = [&]<Groups G>() {
+      if constexpr (large_warps(F, D, Grouped, Rows, true) != large_warps(F, D, Grouped, Rows, false)) {
+        if (g.p.parts() > 1) return launch_large<F, G, D, Rows, false>(g, launch, what);
+      }
+      launch_large<F, G, D, Rows, true>(g, launch, what);
+    };
+    if constexpr (!Grouped) return launch_form.template operator()<Groups::none>();
+    if constexpr (Grouped && !(F == WeightFormat::int4 && D == 2)) {
+      const DecodeArgs& a = g.a;
+      if (a.group_shift == 7 && a.scale_dtype != DType::f32 && !a.has_minimum) {
+        return launch_form.template operator()<Groups::simple>();
+      }
     }
-    launch_large<F, G, D, Rows, true>(g, launch, what);
-  };
-  if constexpr (!Grouped) {
-    launch_groups.template operator()<Groups::none>();
-  } else if (a.group_shift == 7 && a.scale_dtype != DType::f32 && !a.has_minimum) {
-    launch_groups.template operator()<Groups::simple>();
-  } else {
-    launch_groups.template operator()<Groups::any>();
+    if constexpr (Grouped) launch_form.template operator()<Groups::any>();
   }
 }
 
@@ -811,7 +854,7 @@ void launch_large_format(const LargeArgs& g, int planes, const Launch& launch, c
                     stage_row_bytes<F, D>(g.a), g);
     }
     const auto launch_rows = [&]<int Rows>() {
-      if constexpr (large_compiled(F, D, Grouped, Rows)) {
+      if constexpr (large_compiled(F, D, Grouped, Rows, F == WeightFormat::int4 && D == 2)) {
         if (g.p.rows == Rows) launch_large<F, Grouped, D, Rows>(g, launch, what);
       }
     };

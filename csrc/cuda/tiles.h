@@ -207,11 +207,11 @@ constexpr int kLargeChunk{2048};  // rows of x a launch takes: their digits stay
 
 // Rows of x that a tile of the large kernel may have, and those it is compiled for: sums of more do not fit registers.
 constexpr int kLargeRows[]{32, 64, 128};
-constexpr bool large_compiled(WeightFormat format, int planes, bool grouped, int rows) {
+constexpr bool large_compiled(WeightFormat format, int planes, bool grouped, int rows, bool centred = false) {
   if (format == WeightFormat::f32 || rows < 32) return false;
   if (format != WeightFormat::int4 && format != WeightFormat::int8) return planes == 1 && (rows == 64 || rows == 128);
   if (planes == 3) return rows == 32;
-  if (planes == 2) return rows <= (grouped ? 64 : 128);
+  if (planes == 2) return rows <= (grouped && !centred ? 64 : 128);
   return rows == 64 || (rows == 128 && !grouped);
 }
 
@@ -222,6 +222,15 @@ constexpr int large_warps(WeightFormat format, int planes, bool grouped, int row
   if (format != WeightFormat::int4 && format != WeightFormat::int8) return 8;
   const int sums = ((grouped && planes == 2 ? 1 : planes) + grouped + keeps_totals) * rows / 2;
   return sums <= 80 ? 16 : sums <= 112 ? 12 : 8;
+}
+
+// Whether linear_groups.cuh has the kernel for these groups, and its warps.
+constexpr bool large_centred(const LinearWeight& w, int planes) {
+  return w.format == WeightFormat::int4 && w.group_size == 128 && w.scale_dtype != DType::f32 && !w.has_minimum &&
+         planes == 2;
+}
+constexpr int centred_warps(int rows, bool keeps_totals) {
+  return rows == 32 ? 16 : rows == 128 ? 8 : keeps_totals ? 12 : 16;
 }
 
 // Bytes of weights a stage of a strip takes, and of a tile of x: its columns and, where `sums` is not 0, the digit sums
@@ -262,10 +271,11 @@ struct LargePlan {
   int row_tiles, token_tiles;
   uint32_t token_magic;       // n * token_magic >> 32 is n / token_tiles where there are several
   int slices_log, parts_log;  // parts share a tile's K, by whole slices; with several every slice's sums are kept apart
-  int shared;  // the first tiles, whose slices are shared out evenly over the blocks; 0 with several parts
-  int work;    // tiles beyond those, x parts
-  int rounds;  // of all blocks together, where tiles are shared
-  bool wgmma;  // else mma.sync
+  int shared;    // the first tiles, whose slices are shared out evenly over the blocks; 0 with several parts
+  int work;      // tiles beyond those, x parts
+  int rounds;    // of all blocks together, where tiles are shared
+  bool centred;  // zero-points are taken from the codes: linear_groups.cuh
+  bool wgmma;    // else mma.sync
   bool paired_stores;
   int stages;      // of K: 128 bytes of every column
   int tile_bytes;  // a stage of a tile of x
@@ -297,23 +307,25 @@ inline double large_time(const LargePlan& p, int planes, int multiprocessors) {
 // For m rows of x, at most kLargeChunk; `rows` is 0 where shared memory does not hold a tile.
 inline LargePlan plan_large(const LinearWeight& w, int planes, int m, int multiprocessors, int architecture,
                             bool wgmma) {
-  const bool grouped = w.integer() && w.group_size != 0;
+  const bool grouped = w.integer() && w.group_size != 0, centred = large_centred(w, planes);
   LargePlan best{};
   double least = 1e30;
   const int slices_log = decode_slices_log(w.steps());
   for (const int rows : kLargeRows) {
-    if (!large_compiled(w.format, planes, grouped, rows)) continue;
+    if (!large_compiled(w.format, planes, grouped, rows, centred)) continue;
     if (m <= best.rows) break;                   // which hold them all
     if (planes * best.rows < 128) least = 1e30;  // narrower than the tensor cores like
     for (int parts_log = 0; parts_log <= slices_log; ++parts_log) {
       LargePlan p{};
-      const int warps = large_warps(w.format, planes, grouped, rows, parts_log == 0);
+      const int warps =
+          centred ? centred_warps(rows, parts_log == 0) : large_warps(w.format, planes, grouped, rows, parts_log == 0);
       const LargeLayout layout = large_layout(w.format, planes, grouped, rows, warps, architecture);
       if (layout.ring < 2) continue;
       p.rows = rows;
       p.strips = warps;
       p.parts_log = parts_log;
       p.slices_log = slices_log;
+      p.centred = centred;
       p.wgmma = wgmma;
       p.stages = w.steps() * (w.integer() ? 1 : 2);
       p.tile_bytes = large_tile_bytes(planes, rows, grouped ? w.group_size : 0);

@@ -51,6 +51,14 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared, uint32_t a
   return shared >> 4 | uint64_t{apart / 16} << 16 | kGroupsOf8 | kSwizzle128;
 }
 
+// `bytes` further on, a multiple of 16. Only the low word changes: shared memory ends far below its 14 bits.
+__device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, int bytes) {
+  uint64_t out;
+  const uint32_t low = static_cast<uint32_t>(descriptor) + bytes / 16, high = descriptor >> 32;
+  asm("mov.b64 %0, {%1, %2};" : "=l"(out) : "r"(low), "r"(high));
+  return out;
+}
+
 // What an instruction's text and operands need for 32, 48, 64 and 128 registers of sums.
 #define NIBBLELM_TEXT_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NIBBLELM_TEXT_32 NIBBLELM_TEXT_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
@@ -80,18 +88,22 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t shared, uint32_t a
                : NIBBLELM_SUMS_##sums(type)                                              \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(add_to ? 1 : 0))
 
-// c = a b, or c += a b: codes (unsigned bytes) by digits, 32 columns of K.
-template <int Tiles>
+// c = a b, or c += a b: codes by digits, 32 columns of K. Signed: codes less their zero-points.
+template <bool Signed = false, int Tiles>
 __device__ __forceinline__ void wgmma(int (&c)[Tiles][4], const uint32_t (&a)[4], uint64_t descriptor, bool add_to) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (Tiles == 8) {
+  if constexpr (Tiles == 8 && Signed) {
+    NIBBLELM_WGMMA("m64n64k32", "s32.s8.s8", 32, "32", "33", "34", "35", "36", "37", "", "+r");
+  } else if constexpr (Tiles == 8) {
     NIBBLELM_WGMMA("m64n64k32", "s32.u8.s8", 32, "32", "33", "34", "35", "36", "37", "", "+r");
   } else if constexpr (Tiles == 12) {
     NIBBLELM_WGMMA("m64n96k32", "s32.u8.s8", 48, "48", "49", "50", "51", "52", "53", "", "+r");
+  } else if constexpr (Tiles == 16 && Signed) {
+    NIBBLELM_WGMMA("m64n128k32", "s32.s8.s8", 64, "64", "65", "66", "67", "68", "69", "", "+r");
   } else if constexpr (Tiles == 16) {
     NIBBLELM_WGMMA("m64n128k32", "s32.u8.s8", 64, "64", "65", "66", "67", "68", "69", "", "+r");
   } else {
-    static_assert(Tiles == 32);
+    static_assert(Tiles == 32 && !Signed);
     NIBBLELM_WGMMA("m64n256k32", "s32.u8.s8", 128, "128", "129", "130", "131", "132", "133", "", "+r");
   }
 #endif
