@@ -133,7 +133,7 @@ __device__ __forceinline__ void prepare(const AttentionArgs& a, const HeadArgs& 
                                         const Share<F::kParts>& share, RawHeads<F::D, F::kWarps>& raw,
                                         Prepared<F::D>& prepared) {
   const bool asked = share.newest() && at.in_group == 0;
-  const int64_t target = asked ? written_row(a.cache, share.slot, share.position, at.kv_head) : -1;
+  const int64_t target = asked ? written_row(a.cache, share.slot, share.position, at.kv_head) * F::D : -1;
   bf16* const keys = static_cast<bf16*>(a.cache.k);
   bf16* const values = static_cast<bf16*>(a.cache.v);
   raw.prepare(prepared, head_args, at.heads, target < 0 ? nullptr : keys + target,
