@@ -57,8 +57,8 @@ class LLM:
     dtype        activations. On the CPU the hidden state is always fp32, and dtype sets how the inputs of quantized
                  layers are rounded: "fp32" to 24-bit fixed point (as accurate as an fp32 dot product) with an fp32
                  cache, "bf16" to 16-bit, "auto" to 8-bit per group of K; both with a bf16 cache. On CUDA auto is bf16.
-    kv           keys and values in the cache: "auto" as dtype says, "bf16", or "int8" with a scale for each position and
-                 head, about half the bytes of bf16. Another choice is another request: its tokens differ
+    kv           keys and values in the cache: "auto" as dtype says, "bf16", or "int8" with a scale for each position
+                 and head, about half the bytes of bf16
     activations  bits that the inputs of quantized layers are rounded to instead, 8 or 16. None: on CUDA all 16 of bf16
                  (with fp32 24, and no choice), on the CPU what dtype says
     threads      CPU threads, default the cores this process may use

@@ -16,9 +16,10 @@ class KVCache:
     """A pool of pages for `slots` sequences of up to `capacity` positions, rounded up to whole pages.
 
     `keys[layer]` and `values[layer]` are (pages, kv heads, PAGE, head_dim) of `dtype`; torch.int8 makes them Int8Pages.
-    `tables` (slots, W) int32 says which page has which positions of a slot (`nibblelm.ops`). Without `pages` there are enough for all slots, which have them in
-    their order; else no slot has any until `set_pages`. On the CPU the pool is reserved address space, and memory is
-    taken as pages are written, so a long context limit costs nothing until it is used. On CUDA it is allocated at once.
+    `tables` (slots, W) int32 says which page has which positions of a slot (`nibblelm.ops`). Without `pages` there are
+    enough for all slots, which have them in their order; else no slot has any until `set_pages`. On the CPU the pool is
+    reserved address space, and memory is taken as pages are written, so a long context limit costs nothing until it is
+    used. On CUDA it is allocated at once.
     """
 
     def __init__(

@@ -236,7 +236,7 @@ struct Queries {
       top = max(top, __shfl_xor_sync(kAllLanes, top, 2));
       const int exponent = static_cast<int>(top >> 23);  // the largest is in [2^14, 2^15) times the scale
       const float inverse = __int_as_float((127 + 127 + 14 - exponent) << 23);
-      const float own = exponent == 255 ? NAN : __int_as_float((exponent - 14) << 23);
+      const float own = exponent == 255 ? INFINITY : __int_as_float((exponent - 14) << 23);
 #pragma unroll
       for (int c = 0; c < D / 32; ++c)
 #pragma unroll

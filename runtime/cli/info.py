@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {scheme:<28} {count} matrices")
     print(f"weights          {facts['weight_bytes'] / 2**20:.1f} MiB")
     print(
-        f"KV cache         {facts['kv_bytes_per_1k_tokens'] / 2**20:.2f} MiB per 1k tokens in bf16, twice that in fp32, "
-        f"{facts['kv_int8_bytes_per_1k_tokens'] / 2**20:.2f} MiB in int8"
+        f"KV cache         {facts['kv_bytes_per_1k_tokens'] / 2**20:.2f} MiB per 1k tokens in bf16, twice that in fp32,"
+        f" {facts['kv_int8_bytes_per_1k_tokens'] / 2**20:.2f} in int8"
     )
     if facts["unfused"]:
         print(f"not fused        {', '.join(facts['unfused'])}: their parts differ in scheme and run apart")

@@ -4,9 +4,9 @@ Shapes use M tokens (rows), N outputs, K inputs, H heads, D = head_dim, S = sequ
 the CPU; fp32 or bf16 on CUDA. Rows of activations are contiguous in their last dimension and may be strided in the
 first. Positions, slots, tables and token ids are int32 tensors on the device: one captured step serves every position.
 
-A layer's KV cache is two pools of pages, (P, Hkv, PAGE, D) fp32, bf16 or `Int8Pages`; `tables` (S, W) is for all layers:
-position p of slot s is row p % PAGE of page tables[s, p // PAGE]. Entries for positions that no row touches may be
-anything, and which pages a slot has changes no result. Nothing inside a captured program may write the tables.
+A layer's KV cache is two pools of pages, (P, Hkv, PAGE, D) fp32, bf16 or `Int8Pages`; `tables` (S, W) int32 is for all
+layers: position p of slot s is row p % PAGE of page tables[s, p // PAGE]. Entries for positions that no row touches may
+be anything, and which pages a slot has changes no result. Nothing inside a captured program may write the tables.
 
 Ops allocate and return their result unless the docstring says "in place". All raise `ValueError` with the shapes
 and dtypes they got when the contract is broken.

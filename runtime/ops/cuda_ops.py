@@ -204,8 +204,8 @@ def _attention_args(
     require_arguments(
         _rows(q) and k_cache.shape[3] == head_dim and heads % k_cache.shape[1] == 0
         and head_dim % 8 == 0 and head_dim <= 256 and scale > 0,
-        "attention", f"q (M, H, D), D a multiple of 8 up to 256, H a multiple of Hkv of a cache {tuple(k_cache.shape)}; "
-        f"scale {scale} > 0", q,
+        "attention", f"q (M, H, D), D a multiple of 8 up to 256, H a multiple of Hkv; scale {scale} > 0; cache "
+        f"{tuple(k_cache.shape)}", q,
     )  # fmt: skip
     fits = mask is None or (mask.ndim == 2 and mask.shape[0] == m and mask.stride(1) == 1)
     require_arguments(

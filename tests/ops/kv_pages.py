@@ -1,10 +1,12 @@
 """A cache in positions, (S, Hkv, T, D), as the pages that ops take, and back: written apart from the code it tests."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from nibblelm.ops import Int8Pages
+from nibblelm.ops import Int8Pages, Pages
 
 PAGE = 64
 
@@ -44,13 +46,41 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(codes).to(x.device), torch.from_numpy(top / np.float32(127)).to(x.device)
 
 
-def paged_int8(cache: Tensor, tables: Tensor) -> tuple[Int8Pages, Tensor]:
-    """`paged` in int8, a row of NaN at a time where nothing is; and the cache that it stands for, in float64."""
-    codes, scales = quantized(cache)
-    pools = (paged(t, tables) for t in (codes, scales.unsqueeze(-1)))
-    return Int8Pages(next(pools), next(pools).squeeze(-1)), codes.double() * scales.double().unsqueeze(-1)
+def paged_int8(cache: Tensor, tables: Tensor) -> Int8Pages:
+    """`paged` in int8, with scales of NaN where nothing is."""
+    codes, scales = (paged(t, tables) for t in _with_columns(*quantized(cache)))
+    return Int8Pages(codes, scales.squeeze(-1))
 
 
-def positions_of(pool: Tensor, tables: Tensor) -> Tensor:
-    """The inverse: (S, Hkv, W * PAGE, D)."""
+def positions_of(pool: Pages, tables: Tensor) -> Tensor:
+    """The inverse: (S, Hkv, W * PAGE, D); of int8 what it stands for, in float64."""
+    if isinstance(pool, Int8Pages):
+        codes, scales = (positions_of(t, tables) for t in _with_columns(pool.codes, pool.scales))
+        return codes.double() * scales.double()
     return torch.stack([torch.cat([pool[page] for page in row], 1) for row in tables.tolist()])
+
+
+def moved(pool: Pages, tables: Tensor, to: Tensor) -> Pages:
+    """The same positions on the pages of another table."""
+    if isinstance(pool, Int8Pages):
+        codes, scales = (paged(positions_of(t, tables), to) for t in _with_columns(pool.codes, pool.scales))
+        return Int8Pages(codes, scales.squeeze(-1))
+    return paged(positions_of(pool, tables), to)
+
+
+def stored(pool: Pages) -> list[Tensor]:
+    """The tensors of a pool."""
+    return [pool.codes, pool.scales] if isinstance(pool, Int8Pages) else [pool]
+
+
+def copied(pool: Pages) -> Any:
+    return Int8Pages(*(t.clone() for t in stored(pool))) if isinstance(pool, Int8Pages) else pool.clone()
+
+
+def same_bits(a: Pages, b: Pages) -> bool:
+    """NaN too."""
+    return all(torch.equal(x.view(torch.int8), y.view(torch.int8)) for x, y in zip(stored(a), stored(b), strict=True))
+
+
+def _with_columns(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return codes, scales.unsqueeze(-1)

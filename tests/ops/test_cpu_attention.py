@@ -62,7 +62,7 @@ def attention(
 ) -> Tensor:
     """The op on the pages of caches in positions."""
     tables = table_of(k.shape[0], k.shape[2], seed=seed)
-    pools = (paged_int8(t, tables)[0] if int8 else paged(t, tables) for t in (k, v))
+    pools = (paged_int8(t, tables) if int8 else paged(t, tables) for t in (k, v))
     return ops.attention(q, *pools, slots, positions, tables, scale, window, softcap=softcap)
 
 
