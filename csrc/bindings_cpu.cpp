@@ -172,13 +172,23 @@ void bind_layer_ops(py::module_& m) {
 void bind_attention(py::module_& m) {
   using nibblelm::KvCache;
   py::class_<KvCache>(m, "KvCache")
-      .def(py::init([](uintptr_t k, uintptr_t v, uintptr_t tables, int64_t pages, int64_t slots, int64_t table_width,
-                       int64_t heads, int64_t width, bool bf16) {
-             return KvCache{pointer(k), pointer(v), pointer<int32_t>(tables), pages, slots, table_width, heads,
-                            width,      bf16};
+      .def(py::init([](uintptr_t k, uintptr_t v, uintptr_t k_scales, uintptr_t v_scales, uintptr_t tables,
+                       int64_t pages, int64_t slots, int64_t table_width, int64_t heads, int64_t width, int64_t bytes) {
+             return KvCache{pointer(k),
+                            pointer(v),
+                            pointer<float>(k_scales),
+                            pointer<float>(v_scales),
+                            pointer<int32_t>(tables),
+                            pages,
+                            slots,
+                            table_width,
+                            heads,
+                            width,
+                            bytes};
            }),
-           py::kw_only(), py::arg("k"), py::arg("v"), py::arg("tables"), py::arg("pages"), py::arg("slots"),
-           py::arg("table_width"), py::arg("heads"), py::arg("width"), py::arg("bf16"));
+           py::kw_only(), py::arg("k"), py::arg("v"), py::arg("k_scales"), py::arg("v_scales"), py::arg("tables"),
+           py::arg("pages"), py::arg("slots"), py::arg("table_width"), py::arg("heads"), py::arg("width"),
+           py::arg("bytes"));
   m.def(
       "kv_append",
       [](uintptr_t k, uintptr_t v, const KvCache& cache, uintptr_t slots, uintptr_t positions, int64_t rows,

@@ -24,7 +24,7 @@ T* pointer(std::uintptr_t address) {
 
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "CUDA kernels of NibbleLM: raw pointers, sizes and a stream";
-  m.attr("DTYPES") = py::make_tuple("float32", "float16", "bfloat16");
+  m.attr("DTYPES") = py::make_tuple("float32", "float16", "bfloat16", "int8");
 
   bind_ops(m);
 

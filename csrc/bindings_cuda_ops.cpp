@@ -92,10 +92,15 @@ void bind_rope(py::module_& m) {
         return RopeTable{at<std::int32_t>(positions), at<float>(cos), at<float>(sin), half, streams, interleaved};
       }));
   py::class_<PagedCache>(m, "PagedCache")
-      .def(py::init([](Address k, Address v, Address tables, Address slots, Address positions, int pages,
-                       int slot_count, int table_width, int kv_heads, int head_dim, int dtype) {
+      .def(py::init([](Address k, Address v, Address k_scales, Address v_scales, Address k_unpacked, Address v_unpacked,
+                       Address tables, Address slots, Address positions, int pages, int slot_count, int table_width,
+                       int kv_heads, int head_dim, int dtype) {
              return PagedCache{.k = at(k),
                                .v = at(v),
+                               .k_scales = at<float>(k_scales),
+                               .v_scales = at<float>(v_scales),
+                               .k_unpacked = at(k_unpacked),
+                               .v_unpacked = at(v_unpacked),
                                .tables = at<std::int32_t>(tables),
                                .slots = at<std::int32_t>(slots),
                                .positions = at<std::int32_t>(positions),
@@ -106,9 +111,9 @@ void bind_rope(py::module_& m) {
                                .head_dim = head_dim,
                                .dtype = type_of(dtype)};
            }),
-           py::kw_only(), py::arg("k"), py::arg("v"), py::arg("tables"), py::arg("slots"), py::arg("positions"),
-           py::arg("pages"), py::arg("slot_count"), py::arg("table_width"), py::arg("kv_heads"), py::arg("head_dim"),
-           py::arg("dtype"));
+           py::kw_only(), py::arg("k"), py::arg("v"), py::arg("k_scales"), py::arg("v_scales"), py::arg("k_unpacked"),
+           py::arg("v_unpacked"), py::arg("tables"), py::arg("slots"), py::arg("positions"), py::arg("pages"),
+           py::arg("slot_count"), py::arg("table_width"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("dtype"));
   m.def("rope", [](Address x, Int stride, Int rows, int heads, int head_dim, const RopeTable& table, int dtype,
                    Address stream, bool programmatic) {
     rope(at(x), stride, rows, heads, head_dim, table, type_of(dtype), {at(stream), programmatic});

@@ -18,7 +18,7 @@ from nibblelm.checkpoint import Checkpoint
 from nibblelm.config import DecoderConfig, token_ids
 from nibblelm.engine_core import Engine, Handle
 from nibblelm.errors import DeviceError, NibbleLMError, RequestError
-from nibblelm.kv_cache import bytes_per_token
+from nibblelm.kv_cache import bytes_per_page, bytes_per_token
 from nibblelm.memory import free_memory, require_memory
 from nibblelm.models import family, open_model, tensor_plan
 from nibblelm.ops.types import ActivationBits
@@ -57,6 +57,8 @@ class LLM:
     dtype        activations. On the CPU the hidden state is always fp32, and dtype sets how the inputs of quantized
                  layers are rounded: "fp32" to 24-bit fixed point (as accurate as an fp32 dot product) with an fp32
                  cache, "bf16" to 16-bit, "auto" to 8-bit per group of K; both with a bf16 cache. On CUDA auto is bf16.
+    kv           keys and values in the cache: "auto" as dtype says, "bf16", or "int8" with a scale for each position
+                 and head, about half the bytes of bf16
     activations  bits that the inputs of quantized layers are rounded to instead, 8 or 16. None: on CUDA all 16 of bf16
                  (with fp32 24, and no choice), on the CPU what dtype says
     threads      CPU threads, default the cores this process may use
@@ -82,6 +84,7 @@ class LLM:
         threads: int | None = None,
         max_context: int | None = None,
         *,
+        kv: str = "auto",
         activations: Literal[8, 16] | None = None,
         strict: bool = False,
         revision: str | None = None,
@@ -91,7 +94,7 @@ class LLM:
     ) -> None:
         begun = time.perf_counter()
         self.device = select_device(device)
-        self.dtype, self.kv_dtype, self.activations = numeric_types(dtype, self.device, activations)
+        self.dtype, self.kv_dtype, self.activations = numeric_types(dtype, self.device, activations, kv)
         if threads is not None:
             use_threads(threads)
         checkpoint = open_model(model, revision)
@@ -126,7 +129,7 @@ class LLM:
 
     def _plan_pages(self, checkpoint: Checkpoint, kv_memory: int | None, asked: bool) -> int:
         """Pages of keys and values. `asked`: the whole context was asked for by name, so that less will not do."""
-        page_bytes = PAGE * self.kv_bytes_per_token
+        page_bytes = self._kv_page_bytes
         wanted = page_count(self.max_context)
         others = dict(
             weights=sum(checkpoint.info(name).nbytes for name in checkpoint.names()),
@@ -165,6 +168,11 @@ class LLM:
         return bytes_per_token(c.layers, c.kv_heads, c.head_dim, self.kv_dtype)
 
     @property
+    def _kv_page_bytes(self) -> int:
+        c = self.config
+        return bytes_per_page(c.layers, c.kv_heads, c.head_dim, self.kv_dtype, self.device)
+
+    @property
     def kv_tokens(self) -> int:
         """Positions, of all sequences together, that the memory for keys and values holds."""
         return self.kv_pages * PAGE
@@ -172,7 +180,7 @@ class LLM:
     @property
     def kv_bytes(self) -> int:
         """Bytes of that memory."""
-        return self.kv_tokens * self.kv_bytes_per_token
+        return self.kv_pages * self._kv_page_bytes
 
     @overload
     def generate(
@@ -368,9 +376,10 @@ def select_device(name: str) -> torch.device:
 
 
 def numeric_types(
-    name: str, device: torch.device, activations: Literal[8, 16] | None = None
+    name: str, device: torch.device, activations: Literal[8, 16] | None = None, kv: str = "auto"
 ) -> tuple[torch.dtype, torch.dtype, ActivationBits]:
-    """What `dtype` and `activations` mean on a device: hidden state, cache, and bits of the inputs of quantized layers.
+    """What `dtype`, `activations` and `kv` mean on a device: hidden state, cache, and bits of the inputs of quantized
+    layers.
 
     Raises RequestError for what is not supported.
     """
@@ -378,16 +387,19 @@ def numeric_types(
         raise RequestError(f"dtype {name!r} is not supported; use auto, fp32 or bf16")
     if activations is not None and (not isinstance(activations, int) or activations not in (8, 16)):
         raise RequestError(f"activations is {activations!r}; supported: 8 or 16 bits, None for what dtype says")
+    if kv not in ("auto", "bf16", "int8"):
+        raise RequestError(f"kv {kv!r} is not supported; use auto (the cache as dtype has it), bf16 or int8")
+    cache = torch.int8 if kv == "int8" else torch.float32 if (name, kv) == ("fp32", "auto") else torch.bfloat16
     if name == "fp32":
         if activations is not None and device.type == "cuda":
             raise RequestError(
                 f"activations {activations} with dtype fp32 is not supported on CUDA, where inputs in fp32 have 24 "
                 "bits; use dtype bf16 (the default there), or leave activations out"
             )
-        return torch.float32, torch.float32, activations or 24
+        return torch.float32, cache, activations or 24
     if device.type == "cuda":
-        return torch.bfloat16, torch.bfloat16, activations or 16
-    return torch.float32, torch.bfloat16, activations or (16 if name == "bf16" else 8)
+        return torch.bfloat16, cache, activations or 16
+    return torch.float32, cache, activations or (16 if name == "bf16" else 8)
 
 
 __all__ = ["LLM", "GenerationOutput", "NibbleLMError", "SamplingParams", "StreamPiece", "Timings"]

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from nibblelm.memory import reserved
-from nibblelm.ops import PAGE, to_device
+from nibblelm.ops import PAGE, Int8Pages, Pages, to_device
 from nibblelm.pages import page_count
 
 NO_PAGE = -1
@@ -15,10 +15,11 @@ NO_PAGE = -1
 class KVCache:
     """A pool of pages for `slots` sequences of up to `capacity` positions, rounded up to whole pages.
 
-    `keys[layer]` and `values[layer]` are (pages, kv heads, PAGE, head_dim); `tables` (slots, W) int32 says which page
-    has which positions of a slot (`nibblelm.ops`). Without `pages` there are enough for all slots, which have them in
-    their order; else no slot has any until `set_pages`. On the CPU the pool is reserved address space, and memory is
-    taken as pages are written, so a long context limit costs nothing until it is used. On CUDA it is allocated at once.
+    `keys[layer]` and `values[layer]` are (pages, kv heads, PAGE, head_dim) of `dtype`; torch.int8 makes them Int8Pages.
+    `tables` (slots, W) int32 says which page has which positions of a slot (`nibblelm.ops`). Without `pages` there are
+    enough for all slots, which have them in their order; else no slot has any until `set_pages`. On the CPU the pool is
+    reserved address space, and memory is taken as pages are written, so a long context limit costs nothing until it is
+    used. On CUDA it is allocated at once.
     """
 
     def __init__(
@@ -35,8 +36,7 @@ class KVCache:
         width = page_count(capacity)
         self.slots, self.capacity, self.pages = slots, capacity, slots * width if pages is None else pages
         shape = (self.pages, kv_heads, PAGE, head_dim)
-        self.keys = [reserved(shape, dtype, device) for _ in range(layers)]
-        self.values = [reserved(shape, dtype, device) for _ in range(layers)]
+        self.keys, self.values = (_pools(layers, shape, dtype, device) for _ in range(2))
         if pages is None:
             self.tables = torch.arange(self.pages, dtype=torch.int32, device=device).view(slots, width)
         else:
@@ -72,6 +72,23 @@ class KVCache:
                 self.tables[:, :columns].index_copy_(0, slots, rows)
 
 
+def _pools(layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Pages]:
+    """The keys or the values of all layers."""
+    if dtype != torch.int8:
+        return [reserved(shape, dtype, device) for _ in range(layers)]
+    unpacked = reserved(shape, torch.bfloat16, device) if device.type == "cuda" else None
+    scales = [reserved(shape[:3], torch.float32, device) for _ in range(layers)]
+    return [Int8Pages(reserved(shape, dtype, device), scale, unpacked) for scale in scales]
+
+
 def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes that one position of one sequence takes in all layers."""
-    return 2 * layers * kv_heads * head_dim * dtype.itemsize
+    """Bytes that one position of one sequence has in all layers: what a step reads."""
+    scale = torch.float32.itemsize if dtype == torch.int8 else 0
+    return 2 * layers * kv_heads * (head_dim * dtype.itemsize + scale)
+
+
+def bytes_per_page(layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that a page takes in a KVCache, with those of its place in the pools that layers share."""
+    stored = bytes_per_token(layers, kv_heads, head_dim, dtype)
+    shared = dtype == torch.int8 and device.type == "cuda"
+    return PAGE * (stored + (bytes_per_token(1, kv_heads, head_dim, torch.bfloat16) if shared else 0))

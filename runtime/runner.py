@@ -13,10 +13,10 @@ from nibblelm import ops
 from nibblelm.config import DecoderConfig
 from nibblelm.errors import RequestError
 from nibblelm.graph import Graph, Value, fused, record
-from nibblelm.kv_cache import KVCache, bytes_per_token
+from nibblelm.kv_cache import KVCache, bytes_per_page
 from nibblelm.layers import Step
 from nibblelm.memory import require_memory
-from nibblelm.ops import PAGE, SamplingState, prompt_tiles
+from nibblelm.ops import SamplingState, prompt_tiles
 from nibblelm.pages import ROOT, page_count
 from nibblelm.rope import Rope
 
@@ -84,7 +84,8 @@ class _Eager:
 
 
 class Runner:
-    """A model with room for sequences of `capacity` positions, as many as `reserve` was asked for.
+    """A model with room for sequences of `capacity` positions, as many as `reserve` was asked for; `kv_dtype` as
+    `KVCache` has it.
 
     `history[slot]` holds the token ids whose keys and values are in the cache. graph=False runs the recorded ops one by
     one, without the rules that fuse them, instead of replaying a captured program.
@@ -133,8 +134,8 @@ class Runner:
             return
         self.release()
         c = self.model.config
-        positions = PAGE * (slots * page_count(self.capacity) if pages is None else pages)
-        size = positions * bytes_per_token(c.layers, c.kv_heads, c.head_dim, self.kv_dtype)
+        count = slots * page_count(self.capacity) if pages is None else pages
+        size = count * bytes_per_page(c.layers, c.kv_heads, c.head_dim, self.kv_dtype, self.device)
         require_memory(self.device, "Choose a smaller context or fewer prompts at a time.", cache=size)
         shape = (c.layers, slots, c.kv_heads, self.capacity, c.head_dim)
         self.cache = KVCache(*shape, self.kv_dtype, self.device, pages)

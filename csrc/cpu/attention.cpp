@@ -45,14 +45,24 @@ struct Scratch {
 
 NIBBLE_INLINE int64_t pad(int64_t width) { return (width + kLanes - 1) / kLanes * kLanes; }
 
-NIBBLE_INLINE F32 load_cached(const float* p) { return load(p); }
-NIBBLE_INLINE F32 load_cached(const uint16_t* p) { return load_bf16(p); }
-NIBBLE_INLINE float cached(float x) { return x; }
-NIBBLE_INLINE float cached(uint16_t x) {
+// What the cache holds of a row, which has a scale if it is int8.
+NIBBLE_INLINE F32 load_cached(const float* p, const float*, int64_t) { return load(p); }
+NIBBLE_INLINE F32 load_cached(const uint16_t* p, const float*, int64_t) { return load_bf16(p); }
+NIBBLE_INLINE F32 load_cached(const int8_t* p, const float* scales, int64_t row) {
+  return to_float(load_i8(p)) * set1(scales[row]);
+}
+NIBBLE_INLINE float cached(float x, const float*, int64_t) { return x; }
+NIBBLE_INLINE float cached(int8_t x, const float* scales, int64_t row) { return static_cast<float>(x) * scales[row]; }
+NIBBLE_INLINE float cached(uint16_t x, const float*, int64_t) {
   const uint32_t word = static_cast<uint32_t>(x) << 16;
   float f;
   std::memcpy(&f, &word, 4);
   return f;
+}
+
+template <typename T>
+const float* scales_of(const float* scales, int64_t row) {
+  return sizeof(T) == 1 ? scales + row : nullptr;
 }
 
 // ------------------------------------------------------------------------------------------- staging
@@ -96,38 +106,38 @@ NIBBLE_INLINE void transpose16(F32 (&r)[kLanes]) {
 
 // keys[d][p] = k[p][d] for p < count; other positions are left as they are, and masked later.
 template <typename T>
-void stage_keys(const T* k, int64_t count, int64_t width, float* keys) {
+void stage_keys(const T* k, const float* scales, int64_t count, int64_t width, float* keys) {
   int64_t p = 0;
   for (; p + kLanes <= count; p += kLanes) {
     int64_t d = 0;
     for (; d + kLanes <= width; d += kLanes) {
       F32 tile[kLanes];
 #pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) tile[i] = load_cached(k + (p + i) * width + d);
+      for (int i = 0; i < kLanes; ++i) tile[i] = load_cached(k + (p + i) * width + d, scales, p + i);
       transpose16(tile);
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) store(keys + (d + i) * kBlock + p, tile[i]);
     }
     for (; d < width; ++d) {
-      for (int i = 0; i < kLanes; ++i) keys[d * kBlock + p + i] = cached(k[(p + i) * width + d]);
+      for (int i = 0; i < kLanes; ++i) keys[d * kBlock + p + i] = cached(k[(p + i) * width + d], scales, p + i);
     }
   }
   for (; p < count; ++p) {
-    for (int64_t d = 0; d < width; ++d) keys[d * kBlock + p] = cached(k[p * width + d]);
+    for (int64_t d = 0; d < width; ++d) keys[d * kBlock + p] = cached(k[p * width + d], scales, p);
   }
 }
 
 // Values as fp32 rows of whole vectors: where they lie if they are that already.
 template <typename T>
-const float* stage_values(const T* v, int64_t count, int64_t width, float* values) {
+const float* stage_values(const T* v, const float* scales, int64_t count, int64_t width, float* values) {
   const int64_t padded = pad(width);
   if constexpr (sizeof(T) == sizeof(float)) {
     if (width == padded) return v;
   }
   for (int64_t p = 0; p < count; ++p) {
     int64_t d = 0;
-    for (; d + kLanes <= width; d += kLanes) store(values + p * padded + d, load_cached(v + p * width + d));
-    for (; d < padded; ++d) values[p * padded + d] = d < width ? cached(v[p * width + d]) : 0.0f;
+    for (; d + kLanes <= width; d += kLanes) store(values + p * padded + d, load_cached(v + p * width + d, scales, p));
+    for (; d < padded; ++d) values[p * padded + d] = d < width ? cached(v[p * width + d], scales, p) : 0.0f;
   }
   return values;
 }
@@ -340,8 +350,10 @@ void attend(const AttentionArgs& a, int64_t token, int64_t kv_head, int64_t from
       if (n == 0) continue;
       const int64_t present = min(kBlock, end - p);
       const int64_t at = cache_row(c, a.slots[token], kv_head, p);
-      stage_keys(static_cast<const T*>(c.k) + at, present, c.width, scratch.keys);
-      const float* staged = stage_values(static_cast<const T*>(c.v) + at, present, c.width, scratch.values);
+      stage_keys(static_cast<const T*>(c.k) + at * c.width, scales_of<T>(c.k_scales, at), present, c.width,
+                 scratch.keys);
+      const float* staged = stage_values(static_cast<const T*>(c.v) + at * c.width, scales_of<T>(c.v_scales, at),
+                                         present, c.width, scratch.values);
       attend_rows<kBlockRows>(seeing, n, scratch, staged, p, c.width, {a.scale, a.softcap});
     }
     for (int64_t r = 0; r < count; ++r) merge_split(rows[r], padded);
@@ -467,7 +479,14 @@ void attention(const AttentionArgs& args) {
     last = max(last, seen.end - 1);
   }
   const Plan plan = plan_for(args, last);
-  args.cache.bf16 ? run<uint16_t>(args, plan) : run<float>(args, plan);
+  switch (args.cache.bytes) {
+    case 1:
+      return run<int8_t>(args, plan);
+    case 2:
+      return run<uint16_t>(args, plan);
+    default:
+      return run<float>(args, plan);
+  }
 }
 
 }  // namespace nibblelm::NIBBLE_ISA

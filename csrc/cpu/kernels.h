@@ -64,10 +64,11 @@ struct RopeArgs {
 };
 
 struct KvCache {
-  void *k, *v;            // (pages, heads, kPage, width), contiguous
-  const int32_t* tables;  // (slots, table_width): the page of position p of slot s is [s][p / kPage]
+  void *k, *v;                 // (pages, heads, kPage, width), contiguous
+  float *k_scales, *v_scales;  // (pages, heads, kPage): what int8 values are multiplied with
+  const int32_t* tables;       // (slots, table_width): the page of position p of slot s is [s][p / kPage]
   int64_t pages, slots, table_width, heads, width;
-  bool bf16;  // else fp32
+  int64_t bytes;  // of a value: 4 (fp32), 2 (bf16) or 1 (int8)
 };
 
 struct KvAppendArgs {

@@ -13,9 +13,9 @@ NIBBLE_INLINE int32_t page_of(const KvCache& c, int64_t slot, int64_t position) 
   return c.tables[slot * c.table_width + position / kPage];
 }
 
-// The element of k and v at which a head's row of `position` starts; those of its page follow each other.
+// The row of k and v that a head has for `position`; those of its page follow each other.
 NIBBLE_INLINE int64_t cache_row(const KvCache& c, int64_t slot, int64_t head, int64_t position) {
-  return ((page_of(c, slot, position) * c.heads + head) * kPage + position % kPage) * c.width;
+  return (page_of(c, slot, position) * c.heads + head) * kPage + position % kPage;
 }
 
 // Throws unless the slot, the positions [first, last] and their pages are in the cache.

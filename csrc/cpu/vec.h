@@ -77,6 +77,9 @@ NIBBLE_INLINE I32 broadcast4(const void* p) {  // four bytes into every lane
 NIBBLE_INLINE I32 load_u8(const uint8_t* p) {
   return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
+NIBBLE_INLINE I32 load_i8(const int8_t* p) {
+  return {_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
 NIBBLE_INLINE void store_low_bytes(int8_t* p, I32 a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
 }
@@ -199,6 +202,10 @@ NIBBLE_INLINE I32 broadcast4(const void* p) {
 NIBBLE_INLINE I32 load_u8(const uint8_t* p) {
   const __m128i b = load_half(p);
   return {_mm256_cvtepu8_epi32(b), _mm256_cvtepu8_epi32(_mm_srli_si128(b, 8))};
+}
+NIBBLE_INLINE I32 load_i8(const int8_t* p) {
+  const __m128i b = load_half(p);
+  return {_mm256_cvtepi8_epi32(b), _mm256_cvtepi8_epi32(_mm_srli_si128(b, 8))};
 }
 NIBBLE_INLINE void store_low_bytes(int8_t* p, I32 a) {
   alignas(32) int32_t lanes[kLanes];
@@ -328,6 +335,7 @@ NIBBLE_INLINE I32 broadcast4(const void* p) {
   return set1(word);
 }
 NIBBLE_INLINE I32 load_u8(const uint8_t* p) { NIBBLE_LANES(I32, p[i]); }
+NIBBLE_INLINE I32 load_i8(const int8_t* p) { NIBBLE_LANES(I32, p[i]); }
 NIBBLE_INLINE void store_low_bytes(int8_t* p, I32 a) {
   for (int i = 0; i < kLanes; ++i) p[i] = static_cast<int8_t>(a.v[i]);
 }

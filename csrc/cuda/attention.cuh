@@ -59,8 +59,14 @@ __device__ __forceinline__ RowTile row_tile(const AttentionArgs& a, int index) {
 }
 
 // 16 bytes to shared memory by cp.async, zeros where they are not wanted.
-__device__ __forceinline__ void copy_or_zero(uint32_t shared, const bf16* global, bool wanted) {
+__device__ __forceinline__ void copy_or_zero(uint32_t shared, const void* global, bool wanted) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 16 : 0)
+               : "memory");
+}
+
+// The same for 4 bytes.
+__device__ __forceinline__ void copy_or_zero_4(uint32_t shared, const void* global, bool wanted) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(wanted ? 4 : 0)
                : "memory");
 }
 

@@ -51,11 +51,15 @@ void attention_rope(const AttentionArgs& args, const RopeTable& table, const flo
 bool attention_fuses(const AttentionArgs& args, const RopeTable& table);
 
 // Rows of prompts: those of a tile are of one slot and share the keys they read. A row's result does not depend on the
-// others; of a row in no tile there is none. Launches on one device share a counter, as those of decode do.
+// others; of a row in no tile there is none. Launches on one device share a counter, as those of decode do. An int8
+// cache is read by way of kv_unpack.
 void attention_prefill(const AttentionArgs& args, const Launch& launch);
 // The kernel that it takes for what attention_fits_sm90() says, on cards for which sm_90a was compiled.
 void attention_prefill_sm90(const AttentionArgs& args, const Launch& launch);
 bool attention_fits_sm90(const AttentionArgs& args);
+
+// The pages of an int8 cache that the tiles' rows see, into cache.k_unpacked and cache.v_unpacked.
+void kv_unpack(const AttentionArgs& args, const Launch& launch);
 
 // The same two in plain fp32 arithmetic, for fp32 and for head sizes without a tensor-core kernel (which call these).
 void attention_decode_fma(const AttentionArgs& args, const Launch& launch);

@@ -67,7 +67,8 @@ struct Place {
 template <class F>
 __device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Share<F::kParts>& share,
                                                const Place<F>& at, int pages) {
-  constexpr int D{F::D}, kLine{64};  // values
+  using T = F::T;
+  constexpr int D{F::D}, kLine{D * sizeof(T) < 128 ? D : static_cast<int>(128 / sizeof(T))};  // values
   if (share.end - share.begin > 2 * kPartPositions) return;
   int p = share.begin + at.warp * kTile;
 #pragma unroll 1
@@ -78,8 +79,10 @@ __device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Sh
       const int row = i / (D / kLine) % kTile, column = i % (D / kLine) * kLine;
       const void* const pool = i < kTile * D / kLine ? cache.k : cache.v;
       // Modulo its size, a row stays on the page.
-      prefetch_l2(static_cast<const bf16*>(pool) + cache_row<D>(cache, page, at.kv_head, p + row) + column);
+      prefetch_l2(static_cast<const T*>(pool) + cache_row<D>(cache, page, at.kv_head, p + row) + column);
     }
+    if (F::kInt8 && at.lane < 2)
+      prefetch_l2((at.lane == 0 ? cache.k_scales : cache.v_scales) + scale_row(cache, page, at.kv_head, p));
   }
 }
 
@@ -131,13 +134,14 @@ __device__ __forceinline__ Share<F::kParts> begin(const AttentionArgs& a, const 
 template <class F>
 __device__ __forceinline__ void prepare(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
                                         const Share<F::kParts>& share, RawHeads<F::D, F::kWarps>& raw,
-                                        Prepared<F::D>& prepared) {
+                                        Prepared<F::D, typename F::T>& prepared) {
+  using T = F::T;
   const bool asked = share.newest() && at.in_group == 0;
-  const int64_t target = asked ? written_row(a.cache, share.slot, share.position, at.kv_head) : -1;
-  bf16* const keys = static_cast<bf16*>(a.cache.k);
-  bf16* const values = static_cast<bf16*>(a.cache.v);
-  raw.prepare(prepared, head_args, at.heads, target < 0 ? nullptr : keys + target,
-              target < 0 ? nullptr : values + target);
+  const int64_t row = asked ? written_row(a.cache, share.slot, share.position, at.kv_head) : -1;
+  const auto place = [&](void* pool, float* scales) {
+    return row < 0 ? NewRow<T>{} : NewRow<T>{static_cast<T*>(pool) + row * F::D, scales + row};
+  };
+  raw.prepare(prepared, head_args, at.heads, place(a.cache.k, a.cache.k_scales), place(a.cache.v, a.cache.v_scales));
   __syncthreads();
 }
 
@@ -181,7 +185,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   using R = Ring<F>;
   constexpr int kRounds{(kHeads * kQuads + R::kThreads - 1) / R::kThreads};
   extern __shared__ __align__(128) unsigned char storage[];
-  __shared__ __align__(16) Prepared<kFused ? D : 0> prepared;
+  __shared__ __align__(16) Prepared<kFused ? D : 0, typename F::T> prepared;
   __shared__ uint64_t received;  // in the cluster's first block: reports of the parts
   const Place<F> at(a, first_row, groups);
   if (F::kCluster > 1 && at.rank == 0 && threadIdx.x == 0) cluster_init(&received);
@@ -206,22 +210,20 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
     prepare<F>(a, head_args, at, share, raw, prepared);
     query = prepared.q[at.g];
   }
-  uint32_t q[D / 16][2];
-#pragma unroll
-  for (int c = 0; c < D / 16; ++c)
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      q[c][i] = at.g < at.heads ? *reinterpret_cast<const uint32_t*>(query + 16 * c + 8 * i + 2 * at.j) : 0u;
+  const Queries<F> q(query, at.g < at.heads, at.j);
 
   Accumulator<F> sum;
   const auto insert = [&](int unit, int p, int which) {
     if constexpr (kFused) {
-      if (newest && share.position >= p && share.position < p + kTile)
+      if (newest && share.position >= p && share.position < p + kTile) {
         ring.insert(unit, share.position - p, &prepared.key_value[which][0]);
+        if constexpr (F::kInt8)
+          if (which == 0) ring.insert_scales(unit, share.position - p, prepared.scales);
+      }
     }
   };
-  const auto weigh = [&](float (&s)[4], int p, uint32_t& p0, uint32_t& p1) {
-    sum.template weigh<kOptions>(a, s, at.row, share.position, at.first_head, p, share.end, at.g, at.j, p0, p1);
+  const auto weigh = [&](float (&s)[4], const float (&scales)[4], int p, uint32_t& p0, uint32_t& p1) {
+    sum.template weigh<kOptions>(a, s, scales, at.row, share.position, at.first_head, p, share.end, at.g, at.j, p0, p1);
   };
   int p = first, page = __shfl_sync(kAllLanes, pages, R::kUnits / 2), unit = 0;
   const int parts = share.plan.parts();
@@ -329,19 +331,20 @@ Choice choice(int heads) {
 }
 
 // The result is the same whatever is chosen.
-template <int D, bool kFused>
+template <int D, class T, bool kFused>
 Choice choose(const AttentionArgs& a) {
   const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
   const int per_kv = a.heads / a.cache.kv_heads, heads = std::min(kHeads, per_kv);
   const int64_t blocks = a.rows * a.cache.kv_heads * ceil_div(per_kv, kHeads);
   const bool many = 4 * blocks >= 3 * device_attribute(cudaDevAttrMultiProcessorCount) &&
-                    room >= ManyForm<D>::kBytes + PartSpace<ManyForm<D>>::bytes(heads);
+                    room >= ManyForm<D, T>::kBytes + PartSpace<ManyForm<D, T>>::bytes(heads);
   if constexpr (!kFused)
-    if (has_options(a)) return many ? choice<ManyForm<D>, true, false>(heads) : choice<RowForm<D>, true, false>(heads);
-  if (many) return choice<ManyForm<D>, false, kFused>(heads);
-  if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<D>::kBytes)
-    return choice<LongForm<D>, false, kFused>(heads);
-  return choice<RowForm<D>, false, kFused>(heads);
+    if (has_options(a))
+      return many ? choice<ManyForm<D, T>, true, false>(heads) : choice<RowForm<D, T>, true, false>(heads);
+  if (many) return choice<ManyForm<D, T>, false, kFused>(heads);
+  if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<D, T>::kBytes)
+    return choice<LongForm<D, T>, false, kFused>(heads);
+  return choice<RowForm<D, T>, false, kFused>(heads);
 }
 
 // How a row is divided among blocks.
@@ -373,11 +376,11 @@ struct Division {
   }
 };
 
-template <int D, bool kFused>
+template <int D, class T, bool kFused>
 void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Launch& launch) {
   if (a.rows == 0) return;
   const auto what = [&] { return describe(kFused ? "rope_attention" : "attention", a); };
-  const Choice chosen = choose<D, kFused>(a);
+  const Choice chosen = choose<D, T, kFused>(a);
   const Division division = Division::of(a, chosen);
   allow_shared_memory(chosen.kernel, chosen.bytes, what);
   cudaLaunchAttribute attributes[2]{};
@@ -399,39 +402,48 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   });
 }
 
-// Calls f.template operator()<D>() with the head size of the tensor-core kernels; false: it has none.
+// Calls f.template operator()<D, T>() with the head size and the cache's type of the tensor-core kernels; false: it has
+// none.
 template <class F>
 bool with_tensor_cores(const AttentionArgs& a, F&& f) {
-  if (a.type != DType::bf16 || a.cache.dtype != DType::bf16 || a.q_stride % 8 != 0 || !aligned16(a.q, 0)) return false;
-  if (a.cache.head_dim == 64) return f.template operator()<64>(), true;
-  if (a.cache.head_dim == 128) return f.template operator()<128>(), true;
-  if (a.cache.head_dim == 256) return f.template operator()<256>(), true;
-  return false;
+  if (a.type != DType::bf16 || a.q_stride % 8 != 0 || !aligned16(a.q, 0)) return false;
+  const auto with_type = [&]<class T>() {
+    if (a.cache.head_dim == 64) return f.template operator()<64, T>(), true;
+    if (a.cache.head_dim == 128) return f.template operator()<128, T>(), true;
+    if (a.cache.head_dim == 256) return f.template operator()<256, T>(), true;
+    return false;
+  };
+  if (a.cache.dtype == DType::i8) return with_type.template operator()<int8_t>();
+  return a.cache.dtype == DType::bf16 && with_type.template operator()<bf16>();
 }
 
 }  // namespace
 
 int64_t attention_workspace(const AttentionArgs& a) {
   int64_t bytes{0};
-  if (with_tensor_cores(a, [&]<int D>() { bytes = Division::of(a, choose<D, false>(a)).chunks.bytes; })) return bytes;
+  if (with_tensor_cores(a, [&]<int D, class T>() { bytes = Division::of(a, choose<D, T, false>(a)).chunks.bytes; }))
+    return bytes;
   return attention_workspace_fma(a);
 }
 
 void attention_decode(const AttentionArgs& a, const Launch& launch) {
-  if (!with_tensor_cores(a, [&]<int D>() { launch_decode<D, false>(a, {}, launch); })) attention_decode_fma(a, launch);
+  if (!with_tensor_cores(a, [&]<int D, class T>() { launch_decode<D, T, false>(a, {}, launch); }))
+    attention_decode_fma(a, launch);
 }
 
 bool attention_fuses(const AttentionArgs& a, const RopeTable& t) {
-  return with_tensor_cores(a, [&]<int>() {}) && a.cache.head_dim <= 128 && !has_options(a) && a.prefix == nullptr &&
-         a.starts == nullptr && t.streams == 1 && !t.interleaved && 2 * t.half == a.cache.head_dim;
+  return with_tensor_cores(a, [&]<int, class>() {}) && a.cache.head_dim <= 128 && !has_options(a) &&
+         a.prefix == nullptr && a.starts == nullptr && t.streams == 1 && !t.interleaved &&
+         2 * t.half == a.cache.head_dim;
 }
 
 void attention_rope(const AttentionArgs& a, const RopeTable& table, const float* q_norm, const float* k_norm, float eps,
                     bool plus_one, const Launch& launch) {
   if (!attention_fuses(a, table)) throw std::invalid_argument(describe("rope_attention", a) + ": not a fused case");
   const HeadArgs head_args{table.cos, table.sin, q_norm, k_norm, eps, plus_one};
-  if (a.cache.head_dim == 64) return launch_decode<64, true>(a, head_args, launch);
-  launch_decode<128, true>(a, head_args, launch);
+  with_tensor_cores(a, [&]<int D, class T>() {
+    if constexpr (D <= 128) launch_decode<D, T, true>(a, head_args, launch);
+  });
 }
 
 }  // namespace nibblelm::cuda

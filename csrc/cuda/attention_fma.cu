@@ -35,16 +35,25 @@ struct TilePages {
 
 // A tile's rows of head_dim values into padded fp32 rows, zeros from `end` on.
 template <class T>
-__device__ __forceinline__ void fetch(float* target, const void* pool, const PagedCache& cache, const TilePages& pages,
-                                      int kv_head, int first, int end) {
-  constexpr int kV{kWide<T>};
+__device__ __forceinline__ void fetch(float* target, const void* pool, const float* scales, const PagedCache& cache,
+                                      const TilePages& pages, int kv_head, int first, int end) {
+  constexpr bool kInt8{std::is_same_v<T, int8_t>};
+  constexpr int kV{kInt8 ? 8 : kWide<T>};
   const int head_dim = cache.head_dim, chunks = head_dim / kV;
   for (int i = threadIdx.x; i < kColumns * chunks; i += kThreads) {
     const int row = i / chunks, d = i % chunks * kV;
     float x[kV] = {};
     const int p = first + row;
-    if (p < end)
-      load(static_cast<const T*>(pool) + cache_row(cache, p < pages.turn ? pages.low : pages.high, kv_head, p) + d, x);
+    if (p < end) {
+      const int64_t at = scale_row(cache, p < pages.turn ? pages.low : pages.high, kv_head, p);
+      const T* const from = static_cast<const T*>(pool) + at * head_dim + d;
+      if constexpr (kInt8) {
+#pragma unroll
+        for (int e = 0; e < kV; ++e) x[e] = __fmul_rn(static_cast<float>(from[e]), scales[at]);
+      } else {
+        load(from, x);
+      }
+    }
 #pragma unroll
     for (int e = 0; e < kV; ++e) target[row * padded(head_dim) + d + e] = x[e];
   }
@@ -112,8 +121,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int first = block.first; first < block.end; first += kColumns) {
     const TilePages pages(a.cache, slot, first, block.end);
     __syncthreads();
-    fetch<T>(keys, a.cache.k, a.cache, pages, kv_head, first, block.end);
-    fetch<T>(values, a.cache.v, a.cache, pages, kv_head, first, block.end);
+    fetch<T>(keys, a.cache.k, a.cache.k_scales, a.cache, pages, kv_head, first, block.end);
+    fetch<T>(values, a.cache.v, a.cache.v_scales, a.cache, pages, kv_head, first, block.end);
     __syncthreads();
     if (warp * kVectors >= count) continue;
     float s[kVectors] = {};
@@ -190,6 +199,8 @@ template <bool kDecode>
 auto* kernel_of(const AttentionArgs& a) {
   if (a.cache.head_dim % 8 != 0 || a.cache.head_dim > 256 || a.cache.head_dim < 8)
     throw std::invalid_argument(describe("attention", a) + ": head_dim is a multiple of 8 up to 256");
+  if constexpr (kDecode)
+    if (a.cache.dtype == DType::i8) return kernel<int8_t, kDecode>(a.cache.head_dim);
   return a.cache.dtype == DType::f32 ? kernel<float, kDecode>(a.cache.head_dim)
                                      : kernel<bf16, kDecode>(a.cache.head_dim);
 }

@@ -17,13 +17,21 @@ struct HeadArgs {
 
 // A block's query heads after norm and rotation, and the new position's key and value. A row of padding keeps the reads
 // of eight heads off each other's banks.
-template <int D>
+template <int D, class T>
 struct Prepared {
   bf16 q[kHeads][D + 8];
-  bf16 key_value[2][D];
+  alignas(16) T key_value[2][D];
+  float scales[2];  // of int8
 };
-template <>
-struct Prepared<0> {};
+template <class T>
+struct Prepared<0, T> {};
+
+// Where a new key or value goes: in shared memory, or in the cache. Null: it is not this block's.
+template <class T>
+struct NewRow {
+  T* x;
+  float* scale;
+};
 
 // What a warp reads of the projection, d = lane + 32 i: its query heads (`warp`, `warp` + kWarps ...), the new key and
 // value, and the angles. All of it is under way at once, and keys are turned by every warp rather than after the heads.
@@ -76,21 +84,37 @@ struct RawHeads {
     }
   }
 
-  // `new_key`, `new_value`: places in the cache, null where they are not this block's.
-  __device__ __forceinline__ void prepare(Prepared<D>& to, const HeadArgs& a, int heads, bf16* new_key,
-                                          bf16* new_value) {
+  // By a warp, as rope_append would.
+  __device__ __forceinline__ static void put(const NewRow<int8_t>& to, const bf16 (&x)[kValues]) {
+    if (to.x == nullptr) return;
+    const int lane = threadIdx.x % kWarp;
+    unsigned top{0};
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) top = max(top, magnitude_bits(to_float(x[i])));
+    const Int8Scale scale(__reduce_max_sync(kAllLanes, top));
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) to.x[lane + kWarp * i] = scale.code(to_float(x[i]));
+    if (lane == 0) *to.scale = scale.scale;
+  }
+  __device__ __forceinline__ static void put(const NewRow<bf16>& to, const bf16 (&x)[kValues]) {
+    if (to.x == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) to.x[threadIdx.x % kWarp + kWarp * i] = x[i];
+  }
+
+  // `new_key`, `new_value`: places in the cache.
+  template <class T>
+  __device__ __forceinline__ void prepare(Prepared<D, T>& to, const HeadArgs& a, int heads, NewRow<T> new_key,
+                                          NewRow<T> new_value) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
     turn(q[0], a.q_norm, a);
     turn(key, a.k_norm, a);
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const int d = lane + kWarp * i;
-      to.q[warp][d] = q[0][i];
-      if (warp == 0) to.key_value[0][d] = key[i];
-      if (warp == 1) to.key_value[1][d] = value[i];
-      if (warp == 2 && new_key != nullptr) new_key[d] = key[i];
-      if (warp == 3 && new_value != nullptr) new_value[d] = value[i];
-    }
+    for (int i = 0; i < kValues; ++i) to.q[warp][lane + kWarp * i] = q[0][i];
+    if (warp == 0) put({to.key_value[0], to.scales}, key);
+    if (warp == 1) put({to.key_value[1], to.scales + 1}, value);
+    if (warp == 2) put(new_key, key);
+    if (warp == 3) put(new_value, value);
 #pragma unroll
     for (int n = 1; n < kRounds; ++n) {
       if (warp + n * kWarps >= heads) break;

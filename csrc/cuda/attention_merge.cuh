@@ -68,12 +68,7 @@ struct MergeSpace {
     for (int h = 0; h < 2; ++h) {
       if (2 * j + h >= heads) continue;
       if (g == 0) statistics(warp)[2 * j + h] = {sum.m[h], sum.l[h]};
-      float* const to = output(warp, 2 * j + h) + g;
-#pragma unroll
-      for (int c = 0; c < D / 16; ++c) {
-        to[16 * c] = sum.o[c][h];
-        to[16 * c + 8] = sum.o[c][2 + h];
-      }
+      sum.store(output(warp, 2 * j + h), h, g);
     }
   }
   __device__ __forceinline__ float* part(int rank, int h) const {
@@ -120,11 +115,7 @@ struct PartSpace {
       if (2 * j + h >= heads) continue;
       float* const to = output(stage, warp, 2 * j + h);
       if (g == 0) *reinterpret_cast<float2*>(to + D) = {sum.m[h], sum.l[h]};
-#pragma unroll
-      for (int c = 0; c < D / 16; ++c) {
-        to[16 * c + g] = sum.o[c][h];
-        to[16 * c + g + 8] = sum.o[c][2 + h];
-      }
+      sum.store(to, h, g);
     }
     sum = {};
   }

@@ -260,6 +260,13 @@ void launch_prefill(const AttentionArgs& a, const Launch& launch) {
 
 void attention_prefill(const AttentionArgs& a, const Launch& launch) {
   if (a.tile_count == 0) return;
+  if (a.cache.dtype == DType::i8) {
+    kv_unpack(a, launch);
+    AttentionArgs unpacked = a;
+    unpacked.cache.k = a.cache.k_unpacked, unpacked.cache.v = a.cache.v_unpacked;
+    unpacked.cache.dtype = DType::bf16;
+    return attention_prefill(unpacked, launch);
+  }
   if (attention_fits_sm90(a)) return attention_prefill_sm90(a, launch);
   const bool tensor_cores =
       a.type == DType::bf16 && a.cache.dtype == DType::bf16 && a.q_stride % 8 == 0 && aligned16(a.q, 0);

@@ -37,13 +37,20 @@ struct Plan {
 
 // ---- tiles ----
 
-// How a block is built; it changes the time, never the result. kClusterBlocks: 1, or the parts of a group where the
-// card has clusters. kPerMultiprocessor: blocks that shall fit. kMostParts: that a block takes one after the other.
-template <int kHeadDim, int kTileBytes, int kClusterBlocks, int kPerMultiprocessor, int kMostParts = 1>
+// How a block is built; it changes the time, never the result. `Value`: of the cache, bf16 or int8_t. kClusterBlocks:
+// 1, or the parts of a group where the card has clusters. kPerMultiprocessor: blocks that shall fit. kMostParts: that a
+// block takes one after the other.
+template <int kHeadDim, class Value, int kRing, int kClusterBlocks, int kPerMultiprocessor, int kMostParts = 1>
 struct Form {
   static constexpr int D{kHeadDim};
+  using T = Value;
+  static constexpr bool kInt8{std::is_same_v<T, int8_t>};
   static constexpr int kWarps{D == 256 ? 2 : 4};
-  static constexpr int kBytes{kTileBytes};
+  static constexpr int kRingBytes{kRing};
+  static constexpr int kTiles{kRing / (2 * kTile * D * static_cast<int>(sizeof(T)))};  // of keys and values
+  // Behind the ring the scales of the keys and of the values of each tile.
+  static constexpr int kScaleBytes{kInt8 ? 2 * kTile * static_cast<int>(sizeof(float)) : 0};
+  static constexpr int kBytes{kRing + kTiles * kScaleBytes};
   static constexpr int kHostCluster{kClusterBlocks}, kCluster{kArchitecture >= 90 ? kClusterBlocks : 1};
   static constexpr int kBlocks{kPerMultiprocessor};
   static constexpr int kParts{kMostParts};
@@ -51,29 +58,31 @@ struct Form {
 
 // Measured on the H200. At most 128 registers a thread and 67 KB: beside a block of the linears, whose weights then
 // come while this one works and the other way round; of a batch, three to a multiprocessor.
-template <int D>
-using RowForm = Form<D, D == 256 ? 96 << 10 : 64 << 10, kGroup, D == 256 ? 2 : 4>;
+template <int D, class T>
+using RowForm = Form<D, T, D == 256 ? 96 << 10 : 64 << 10, kGroup, D == 256 ? 2 : 4>;
 // One row that may be long: no two blocks on one multiprocessor, and no clusters, which would crowd some parts of the
 // device and leave others empty.
-template <int D>
-using LongForm = Form<D, 128 << 10, 1, 1>;
+template <int D, class T>
+using LongForm = Form<D, T, 128 << 10, 1, 1>;
 // Many rows: a block has one to itself, or a good length of it, and streams through its parts without a pause. A third
 // block hides more of the way to the first tile than a longer ring.
-template <int D>
-using ManyForm = Form<D, 32 << 10, 1, D == 256 ? 2 : 3, kGroup>;
+template <int D, class T>
+using ManyForm = Form<D, T, 32 << 10, 1, D == 256 ? 2 : 3, kGroup>;
 
 // A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
-// place is exclusive-ored with the row, so that neither copies nor ldmatrix meet bank conflicts, and a copy takes whole
-// 128-byte lines.
+// place is exclusive-ored with the row (or pair of rows of 64 bytes), so that neither copies nor ldmatrix meet bank
+// conflicts, and a copy takes whole 128-byte lines.
 template <class F>
 struct Ring {
+  using T = F::T;
   static constexpr int D{F::D};
   static constexpr int kWarps{F::kWarps};
   static constexpr int kThreads{kWarps * kWarp};
-  static constexpr int kWarpBytes{F::kBytes / kWarps};
-  static constexpr int kTileBytes{kTile * D * 2};
+  static constexpr int kWarpBytes{F::kRingBytes / kWarps};
+  static constexpr int kPitch{D * static_cast<int>(sizeof(T))}, kTileBytes{kTile * kPitch};
   static constexpr int kUnits{kWarpBytes / kTileBytes};  // a tile's keys or its values are a unit
-  static constexpr int kChunks{D / 8}, kRowsAtOnce{kWarp / kChunks}, kPitch{D * 2};
+  static constexpr int kPerChunk{16 / static_cast<int>(sizeof(T))};  // values
+  static constexpr int kChunks{D / kPerChunk}, kRowsAtOnce{kWarp / kChunks};
   static constexpr int kStep{kWarps * kTile};        // from a warp's tile to its next
   static constexpr int kAround{kUnits / 2 * kStep};  // and to the one that takes its place
   static_assert(kUnits % 2 == 0);
@@ -83,10 +92,10 @@ struct Ring {
 
   // Shared addresses in unit 0 of this lane's first chunk of copies and of operands; others differ by a constant, as
   // exclusive or with the chunk (128-byte rows of chunks are aligned) or as sum.
-  uint32_t copies, keys, values;
+  uint32_t copies, keys, values, scales;
   const PagedCache& cache;
-  int slot;
-  int chunk;    // this lane's, of position 0 of page 0
+  int slot, kv_head;
+  int chunk;    // this lane's first value, of position 0 of page 0
   int end;      // of the part
   int written;  // positions from here on read as zeros: an unwritten value may be NaN, and 0 * NaN would reach the sum
   int lane;
@@ -94,13 +103,22 @@ struct Ring {
   // `newest`: the last position is not in the cache yet.
   __device__ __forceinline__ Ring(uint32_t storage, const PagedCache& cache, int slot, int kv_head, int end,
                                   bool newest, int warp, int lane)
-      : cache(cache), slot(slot), end(end), written(newest ? end - 1 : end), lane(lane) {
+      : cache(cache), slot(slot), kv_head(kv_head), end(end), written(newest ? end - 1 : end), lane(lane) {
     const uint32_t base = storage + warp * kWarpBytes;
     const int first = lane / kChunks, column = lane % kChunks;
-    copies = keep(base + first * kPitch + ((column ^ first) << 4));
-    keys = keep(base + lane % 16 * kPitch + ((lane / 16 ^ lane % 8) << 4));
-    values = keep(base + (lane / 16 * 8 + lane % 8) * kPitch + ((lane / 8 % 2 ^ lane % 8) << 4));
-    chunk = keep(static_cast<int>(cache_row<D>(cache, 0, kv_head, 0)) + first * D + column * 8);
+    copies = keep(base + first * kPitch + ((column ^ turn(first)) << 4));
+    keys = keep(base + key_place());
+    if constexpr (F::kInt8) {
+      scales = keep(storage + F::kRingBytes + warp * (kUnits / 2 * F::kScaleBytes));
+    } else {
+      values = keep(base + (lane / 16 * 8 + lane % 8) * kPitch + ((lane / 8 % 2 ^ lane % 8) << 4));
+    }
+    chunk = keep(static_cast<int>(cache_row<D>(cache, 0, kv_head, 0)) + first * D + column * kPerChunk);
+  }
+  __device__ __forceinline__ static int turn(int row) { return kChunks < 8 ? row / 2 % 4 : row % 8; }
+  // Of the row that the lane gives ldmatrix, in a unit.
+  __device__ __forceinline__ uint32_t key_place() const {
+    return lane % 16 * kPitch + ((lane / 16 ^ turn(lane % 16)) << 4);
   }
   // The page of the tile at p, or, behind the last one, of the last position.
   template <bool kEarly = false>
@@ -116,7 +134,7 @@ struct Ring {
   // The keys or the values at p, from their pool; the tile starts on `page`, the warp's next one on `next`.
   __device__ __forceinline__ void fetch(int unit, const void* pool, int p, int page, int next) const {
     const uint32_t target = copies + unit * kTileBytes;
-    const bf16* const from = static_cast<const bf16*>(pool) + cache_row<D>(cache, page, 0, p) + chunk;
+    const T* const from = static_cast<const T*>(pool) + cache_row<D>(cache, page, 0, p) + chunk;
     const int on_page = kPage - static_cast<unsigned>(p) % kPage;  // rows
     if (p + kTile <= written && on_page >= kTile) {
 #pragma unroll
@@ -124,11 +142,21 @@ struct Ring {
     } else {
       const int first = lane / kChunks;
       // As if the next page's rows came before its first.
-      const bf16* const behind = static_cast<const bf16*>(pool) + cache_row<D>(cache, next, 0, 0) + chunk - on_page * D;
+      const T* const behind = static_cast<const T*>(pool) + cache_row<D>(cache, next, 0, 0) + chunk - on_page * D;
 #pragma unroll
       for (int i = 0; i < kTile; i += kRowsAtOnce)
         copy_or_zero((target ^ (i % 8) << 4) + i * kPitch, (first + i < on_page ? from : behind) + i * D,
                      p + first + i < written);
+    }
+  }
+  // The same with all scales: the weights of values want theirs before the values have come.
+  __device__ __forceinline__ void fetch_keys(int unit, int p, int page, int next) const {
+    fetch(unit, cache.k, p, page, next);
+    if constexpr (F::kInt8) {
+      const int position = p + lane % kTile, turn = static_cast<int>(static_cast<unsigned>(p) / kPage + 1) * kPage;
+      const int64_t row = scale_row(cache, position < turn ? page : next, kv_head, position);
+      copy_or_zero_4(scales + unit / 2 * F::kScaleBytes + lane * 4,
+                     (lane < kTile ? cache.k_scales : cache.v_scales) + row, position < written);
     }
   }
   // Asks for what fits of the tiles from p on, whose pages() are given: a group of copies for each unit.
@@ -136,32 +164,109 @@ struct Ring {
 #pragma unroll 1
     for (int unit = 0; unit < kUnits; unit += 2, p += kStep) {
       const int page = __shfl_sync(kAllLanes, pages, unit / 2), next = __shfl_sync(kAllLanes, pages, unit / 2 + 1);
-      if (p < end) fetch(unit, cache.k, p, page, next);
+      if (p < end) fetch_keys(unit, p, page, next);
       copy_async_commit();
       if (p < end) fetch(unit + 1, cache.v, p, page, next);
       copy_async_commit();
     }
   }
   // A key or value, (D,), as row `row` of a unit.
-  __device__ __forceinline__ void insert(int unit, int row, const bf16* x) const {
-    const uint32_t tile = keys - (lane % 16 * kPitch + ((lane / 16 ^ lane % 8) << 4)) + unit * kTileBytes;
+  __device__ __forceinline__ void insert(int unit, int row, const T* x) const {
+    const uint32_t tile = keys - key_place() + unit * kTileBytes;
     if (lane < kChunks)
-      store_shared_16(tile + row * kPitch + ((lane ^ row % 8) << 4), reinterpret_cast<const uint4*>(x)[lane]);
+      store_shared_16(tile + row * kPitch + ((lane ^ turn(row)) << 4), reinterpret_cast<const uint4*>(x)[lane]);
     __syncwarp();
   }
-  // Operand A of 16 positions at d = 16 c .. + 15.
+  // Their scales, of the key in this unit and of the value in the next.
+  __device__ __forceinline__ void insert_scales(int unit, int row, const float (&x)[2]) const {
+    if (lane < 2) store_shared(scales + unit / 2 * F::kScaleBytes + (lane * kTile + row) * 4, x[lane]);
+    __syncwarp();
+  }
+  // Of positions g and g + 8 of the tile: of their keys, then of their values.
+  __device__ __forceinline__ void tile_scales(float (&x)[4], int unit) const {
+    if constexpr (F::kInt8) {
+      const uint32_t at = scales + unit / 2 * F::kScaleBytes + lane / 4 * 4;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(load_shared<uint32_t>(at + i * 32));
+    }
+  }
+  // Operand A of 16 positions at d = 16 c .. + 15; in int8 at d = 32 c .. + 31.
   __device__ __forceinline__ void key(uint32_t (&r)[4], int unit, int c) const {
     ldmatrix_x4(r, further(keys + unit * kTileBytes, c));
   }
-  // Operand A of d = 16 c .. + 15 by 16 positions.
+  // Operand A of d = 16 c .. + 15 by 16 positions; in int8, as bf16, of two such, whose rows g and g + 8 are 2 g and
+  // 2 g + 1: a transposed word has both of them at both of a lane's positions.
   __device__ __forceinline__ void value(uint32_t (&r)[4], int unit, int c) const {
     ldmatrix_x4_trans(r, further(values + unit * kTileBytes, c));
+  }
+  __device__ __forceinline__ void values_as_bf16(uint32_t (&r)[2][4], int unit, int c) const {
+    uint32_t codes[4];
+    ldmatrix_x4_trans(codes, further(keys + unit * kTileBytes, c));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      r[i / 2][i % 2 * 2] = bf16_of_bytes(codes[i]);
+      r[i / 2][i % 2 * 2 + 1] = bf16_of_bytes(codes[i] >> 8);
+    }
+  }
+};
+
+// The queries of a block as operand B: of bf16 as they are; for int8 keys as n * scale with n of two signed digits to
+// base 256, so that products with codes are exact. The scale is a power of two: only values below a 128th of their
+// head's largest lose a bit, and what all of them lose moves a score by less than a 40th of what rounding its key did.
+template <class F>
+struct Queries {
+  static constexpr int D{F::D};
+  uint32_t x[D / 16][2];  // [c][i] has d = 16 c + 8 i + 2 j; int8: [2 c + digit][i] has d = 32 c + 16 i + 4 j
+  float scale[2];         // int8: of heads 2 j and 2 j + 1
+
+  // `query`: (D,) of the lane's head of the group (lane = 4 g + j has g), if there is one.
+  __device__ __forceinline__ Queries(const bf16* query, bool there, int j) {
+    if constexpr (F::kInt8) {
+      uint2 raw[D / 32][2];
+      unsigned top{0x0d800000};  // 2^-100: the exponents below stay in range
+#pragma unroll
+      for (int c = 0; c < D / 32; ++c)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          raw[c][i] = there ? *reinterpret_cast<const uint2*>(query + 32 * c + 16 * i + 4 * j) : uint2{};
+          top = max(top, max(raw[c][i].x << 16 & 0x7fff0000u, raw[c][i].x & 0x7fff0000u));
+          top = max(top, max(raw[c][i].y << 16 & 0x7fff0000u, raw[c][i].y & 0x7fff0000u));
+        }
+      top = max(top, __shfl_xor_sync(kAllLanes, top, 1));
+      top = max(top, __shfl_xor_sync(kAllLanes, top, 2));
+      const int exponent = static_cast<int>(top >> 23);  // the largest is in [2^14, 2^15) times the scale
+      const float inverse = __int_as_float((127 + 127 + 14 - exponent) << 23);
+      const float own = exponent == 255 ? INFINITY : __int_as_float((exponent - 14) << 23);
+#pragma unroll
+      for (int c = 0; c < D / 32; ++c)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float2 first = unpack2<bf16>(raw[c][i].x), second = unpack2<bf16>(raw[c][i].y);
+          const float values[4]{first.x, first.y, second.x, second.y};
+          uint32_t high{0}, low{0};
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int n = min(__float2int_rn(__fmul_rn(values[e], inverse)), 127 * 256 + 127);  // what two digits say
+            high |= (static_cast<uint32_t>((n + 128) >> 8) & 255u) << 8 * e;
+            low |= (static_cast<uint32_t>(n) & 255u) << 8 * e;
+          }
+          x[2 * c][i] = high, x[2 * c + 1][i] = low;
+        }
+#pragma unroll
+      for (int h = 0; h < 2; ++h) scale[h] = __shfl_sync(kAllLanes, own, (2 * j + h) * 4);
+    } else {
+#pragma unroll
+      for (int c = 0; c < D / 16; ++c)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          x[c][i] = there ? *reinterpret_cast<const uint32_t*>(query + 16 * c + 8 * i + 2 * j) : 0u;
+    }
   }
 };
 
 // Online softmax of a warp's positions for heads 2j and 2j + 1 of the group (lane = 4 g + j); o[c] holds d = 16 c + g
-// of both heads and then d = 16 c + g + 8. Its arithmetic leaves nothing to the compiler's contraction, so that the
-// kernels with and without rotation have the same bits.
+// of both heads and then d = 16 c + g + 8, in int8 d = 16 c + 2 g and d + 1. Its arithmetic leaves nothing to the
+// compiler's contraction, so that the kernels with and without rotation have the same bits.
 template <class F>
 struct Accumulator {
   using R = Ring<F>;
@@ -170,24 +275,55 @@ struct Accumulator {
   float m[2]{-INFINITY, -INFINITY};
   float l[2]{0.0f, 0.0f};  // over this lane's positions only, until the end
 
-  __device__ __forceinline__ static void dots(float (&s)[4], const R& ring, int unit, const uint32_t (&q)[D / 16][2]) {
-    float odd[4]{};  // a second chain of products halves the wait for results
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s[i] = 0.0f;
+  // Head h's output, (D,), to shared memory.
+  __device__ __forceinline__ void store(float* to, int h, int g) const {
 #pragma unroll
     for (int c = 0; c < D / 16; ++c) {
-      uint32_t k[4];
-      ring.key(k, unit, c);
-      mma_16816(c % 2 == 0 ? s : odd, k[0], k[1], k[2], k[3], q[c][0], q[c][1]);
+      if constexpr (F::kInt8) {
+        *reinterpret_cast<float2*>(to + 16 * c + 2 * g) = {o[c][h], o[c][2 + h]};
+      } else {
+        to[16 * c + g] = o[c][h];
+        to[16 * c + g + 8] = o[c][2 + h];
+      }
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) s[i] = __fadd_rn(s[i], odd[i]);
   }
 
-  // Takes the dot products of 16 positions from p on and leaves their weights, as operands, in p0 and p1.
+  // `scales`: tile_scales().
+  __device__ __forceinline__ static void dots(float (&s)[4], const R& ring, int unit, const Queries<F>& q,
+                                              const float (&scales)[4]) {
+    if constexpr (F::kInt8) {
+      int high[4]{}, low[4]{};
+#pragma unroll
+      for (int c = 0; c < D / 32; ++c) {
+        uint32_t k[4];
+        ring.key(k, unit, c);
+        mma_16832(high, k, q.x[2 * c][0], q.x[2 * c][1]);
+        mma_16832(low, k, q.x[2 * c + 1][0], q.x[2 * c + 1][1]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        s[i] = __fmul_rn(__int2float_rn(high[i] * 256 + low[i]), __fmul_rn(q.scale[i & 1], scales[i >> 1]));
+    } else {
+      float odd[4]{};  // a second chain of products halves the wait for results
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[i] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < D / 16; ++c) {
+        uint32_t k[4];
+        ring.key(k, unit, c);
+        mma_16816(c % 2 == 0 ? s : odd, k[0], k[1], k[2], k[3], q.x[c][0], q.x[c][1]);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[i] = __fadd_rn(s[i], odd[i]);
+    }
+  }
+
+  // Takes the dot products of 16 positions from p on and leaves their weights, as operands, in p0 and p1: in int8 times
+  // the values' scales, so that these cost no rounding of their own.
   template <bool kOptions>
-  __device__ __forceinline__ void weigh(const AttentionArgs& a, float (&s)[4], int64_t row, int position,
-                                        int first_head, int p, int end, int g, int j, uint32_t& p0, uint32_t& p1) {
+  __device__ __forceinline__ void weigh(const AttentionArgs& a, float (&s)[4], const float (&scales)[4], int64_t row,
+                                        int position, int first_head, int p, int end, int g, int j, uint32_t& p0,
+                                        uint32_t& p1) {
     float highest[2]{m[0], m[1]};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -217,46 +353,58 @@ struct Accumulator {
     for (int i = 0; i < 4; ++i) {
       s[i] = weight_of(s[i], m[i & 1]);
       l[i & 1] = __fadd_rn(l[i & 1], s[i]);
+      if constexpr (F::kInt8) s[i] = __fmul_rn(s[i], scales[2 + (i >> 1)]);
     }
     p0 = transpose_8x8(pack2<bf16>(s[0], s[1]));
     p1 = transpose_8x8(pack2<bf16>(s[2], s[3]));
   }
 
   __device__ __forceinline__ void add(const R& ring, int unit, uint32_t p0, uint32_t p1) {
+    if constexpr (F::kInt8) {
 #pragma unroll
-    for (int c = 0; c < D / 16; ++c) {
-      uint32_t v[4];
-      ring.value(v, unit, c);
-      mma_16816(o[c], v[0], v[1], v[2], v[3], p0, p1);
+      for (int c = 0; c < D / 32; ++c) {
+        uint32_t v[2][4];
+        ring.values_as_bf16(v, unit, c);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) mma_16816(o[2 * c + i], v[i][0], v[i][1], v[i][2], v[i][3], p0, p1);
+      }
+    } else {
+#pragma unroll
+      for (int c = 0; c < D / 16; ++c) {
+        uint32_t v[4];
+        ring.value(v, unit, c);
+        mma_16816(o[c], v[0], v[1], v[2], v[3], p0, p1);
+      }
     }
   }
 };
 
 // A warp's tiles from p to the end of a part, which fill() asked for; `page` is that of the tile to ask for next,
-// `unit` this one's. insert(unit, p, which) puts in a key (0) or value (1) that the cache lacks; weigh(scores, p, p0,
-// p1) is Accumulator::weigh.
+// `unit` this one's. insert(unit, p, which) puts in a key (0) or value (1) that the cache lacks; weigh(dots, scales,
+// p, p0, p1) is Accumulator::weigh.
 template <class F, class Insert, class Weigh>
-__device__ __forceinline__ void attend(Accumulator<F>& sum, const Ring<F>& ring, const uint32_t (&q)[F::D / 16][2],
-                                       int& p, int end, int& page, int& unit, Insert insert, Weigh weigh) {
+__device__ __forceinline__ void attend(Accumulator<F>& sum, const Ring<F>& ring, const Queries<F>& q, int& p, int end,
+                                       int& page, int& unit, Insert insert, Weigh weigh) {
   using R = Ring<F>;
 #pragma unroll 1
   for (; p < end; p += R::kStep, unit = unit + 2 == R::kUnits ? 0 : unit + 2) {
     const int far = p + R::kAround;
     const int next = far < ring.end ? ring.page(far + R::kStep) : 0;  // a tile before it is needed
-    float s[4];
+    float s[4], scales[4];
     copy_async_wait<R::kUnits - 1>();
     __syncwarp();  // the keys have arrived for every lane
     insert(unit, p, 0);
-    sum.dots(s, ring, unit, q);
+    ring.tile_scales(scales, unit);
+    sum.dots(s, ring, unit, q, scales);
     __syncwarp();  // every lane is done with them
     if (far < ring.end) {
-      ring.fetch(unit, ring.cache.k, far, page, next);
+      ring.fetch_keys(unit, far, page, next);
     } else {
       dependency_release();
     }
     copy_async_commit();
     uint32_t p0, p1;
-    weigh(s, p, p0, p1);
+    weigh(s, scales, p, p0, p1);
     copy_async_wait<R::kUnits - 1>();
     __syncwarp();
     insert(unit + 1, p, 1);

@@ -6,19 +6,21 @@
 namespace nibblelm::cuda {
 namespace {
 
-constexpr int kThreads{128};
+constexpr int kWarps{4};
 
+// One warp takes one head of a row's keys or values.
 template <class T>
 __global__ void kv_append_kernel(const T* k, const T* v, int64_t k_stride, int64_t v_stride, PagedCache cache) {
   dependency_wait();
   dependency_release();
-  const int row = blockIdx.x, i = blockIdx.y * kThreads + threadIdx.x;
-  if (i >= cache.kv_heads * cache.head_dim) return;
-  const int64_t target = written_row(cache, cache.slots[row], cache.positions[row], i / cache.head_dim);
+  const int row = blockIdx.x, head = blockIdx.y * kWarps + threadIdx.x / kWarp;
+  if (head >= 2 * cache.kv_heads) return;
+  const bool is_v = head >= cache.kv_heads;
+  const int kv_head = is_v ? head - cache.kv_heads : head;
+  const int64_t target = written_row(cache, cache.slots[row], cache.positions[row], kv_head);
   if (target < 0) return;
-  const int d = i % cache.head_dim;
-  store_from_float(cache.k, target + d, cache.dtype, to_float(k[row * k_stride + i]));
-  store_from_float(cache.v, target + d, cache.dtype, to_float(v[row * v_stride + i]));
+  const T* const x = (is_v ? v + row * v_stride : k + row * k_stride) + kv_head * cache.head_dim;
+  store_row(cache, is_v, target, [&](int d) { return to_float(x[d]); });
 }
 
 }  // namespace
@@ -31,8 +33,8 @@ void kv_append(const void* k, const void* v, int64_t k_stride, int64_t v_stride,
            " head_dim=" + std::to_string(cache.head_dim) + " " + name(dtype);
   };
   with_activation(dtype, "kv_append", [&]<class T>() {
-    const dim3 grid(static_cast<unsigned>(rows), ceil_div(cache.kv_heads * cache.head_dim, kThreads));
-    launch_kernel(launch, what, kv_append_kernel<T>, grid, dim3(kThreads), 0, static_cast<const T*>(k),
+    const dim3 grid(static_cast<unsigned>(rows), ceil_div(2 * cache.kv_heads, kWarps));
+    launch_kernel(launch, what, kv_append_kernel<T>, grid, dim3(kWarps * kWarp), 0, static_cast<const T*>(k),
                   static_cast<const T*>(v), k_stride, v_stride, cache);
   });
 }

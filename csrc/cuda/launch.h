@@ -13,9 +13,12 @@
 namespace nibblelm::cuda {
 
 // The order is the binding's: `_cuda.DTYPES` lists the names.
-enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
+enum class DType : int { f32 = 0, f16 = 1, bf16 = 2, i8 = 3 };
 
-inline const char* name(DType dtype) { return dtype == DType::f32 ? "fp32" : dtype == DType::f16 ? "fp16" : "bf16"; }
+inline const char* name(DType dtype) {
+  constexpr const char* kNames[]{"fp32", "fp16", "bf16", "int8"};
+  return kNames[static_cast<int>(dtype)];
+}
 
 struct Launch {
   void* stream;       // cudaStream_t

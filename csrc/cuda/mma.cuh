@@ -16,6 +16,24 @@ __device__ __forceinline__ void mma_16816(float (&c)[4], uint32_t a0, uint32_t a
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// c += a * b in int8, exact. Of m16n8k32: A rows g, g + 8 at k = 4j .. 4j + 3 (a0, a1) and k + 16 (a2, a3); B column g
+// at the same (b0, b1); C as above.
+__device__ __forceinline__ void mma_16832(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Bytes 0 and 2 of a word, signed, as two bf16: 128 + (x & 127) less 128, or 256 where x is negative. All are exact.
+__device__ __forceinline__ uint32_t bf16_of_bytes(uint32_t x) {
+  constexpr uint32_t k128{0x43004300}, kMinusOne{0xbf80bf80};
+  uint32_t y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+      : "=r"(y)
+      : "r"((x & 0x00800080u) | k128), "r"(kMinusOne), "r"((x & 0x007f007fu) | k128));
+  return y;
+}
+
 // Transposes an 8 x 8 matrix of 16-bit values; lane (g, j) holds row g, columns 2j and 2j + 1.
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
   uint32_t y;

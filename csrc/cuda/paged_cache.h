@@ -13,6 +13,10 @@ namespace nibblelm::cuda {
 struct PagedCache {
   void* k;  // (pages, kv_heads, kPage, head_dim)
   void* v;
+  float* k_scales;  // (pages, kv_heads, kPage) of int8: what a row's values are multiplied with; else null
+  float* v_scales;
+  void* k_unpacked;  // like k in bf16, of int8: where prompts read it
+  void* v_unpacked;
   const int32_t* tables;     // (slot_count, table_width)
   const int32_t* slots;      // (rows,): where the rows of this launch are; a slot outside the cache marks an idle row
   const int32_t* positions;  // (rows,)

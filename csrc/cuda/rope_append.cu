@@ -25,7 +25,7 @@ __global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, 
   const int64_t target = is_q ? 0 : written_row(cache, cache.slots[row], cache.positions[row], kv_head);
   if (target < 0) return;
   if (is_v) {
-    for (int d = lane; d < d_count; d += kWarp) store_from_float(cache.v, target + d, cache.dtype, to_float(x[d]));
+    store_row(cache, true, target, [&](int d) { return to_float(x[d]); });
     return;
   }
 
@@ -48,17 +48,13 @@ __global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, 
     values[pair.second] = rotated.y;
   }
   __syncwarp();
-  for (int d = lane; d < d_count; d += kWarp) {
-    const T rounded = from_float<T>(values[d]);
-    if (is_q) {
-      x[d] = rounded;
-    } else {
-      store_from_float(cache.k, target + d, cache.dtype, to_float(rounded));
-    }
-  }
+  if (!is_q) return store_row(cache, false, target, [&](int d) { return to_float(from_float<T>(values[d])); });
+  for (int d = lane; d < d_count; d += kWarp) x[d] = from_float<T>(values[d]);
 }
 
-// The same for bf16 without norms, all of a head rotated in halves: a lane takes two neighbours of each half.
+// The same for bf16 without norms, all of a head rotated in halves: a lane takes two neighbours of each half. In int8 a
+// head has at most 128 values: a lane has all of its share in registers.
+template <bool kInt8>
 __global__ void __launch_bounds__(kWarps* kWarp)
     rope_append_halves_kernel(bf16* qkv, int64_t stride, int heads, RopeTable table, PagedCache cache) {
   dependency_wait();
@@ -71,15 +67,17 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     bf16* const x = qkv + row * stride + static_cast<int64_t>(head) * 2 * half;
     const bool is_q = head < heads, is_v = head >= heads + cache.kv_heads;
     bf16* to = x;
+    int64_t target{0};
     if (!is_q) {
       const int kv_head = is_v ? head - heads - cache.kv_heads : head - heads;
-      const int64_t target = written_row(cache, slot, position, kv_head);
+      target = written_row(cache, slot, position, kv_head);
       if (target < 0) continue;
-      to = static_cast<bf16*>(is_v ? cache.v : cache.k) + target;
+      if constexpr (!kInt8) to = static_cast<bf16*>(is_v ? cache.v : cache.k) + target * 2 * half;
     }
+    __nv_bfloat162 first{}, second{};
     for (int d = 2 * lane; d < half; d += 2 * kWarp) {
-      __nv_bfloat162 first = *reinterpret_cast<const __nv_bfloat162*>(x + d),
-                     second = *reinterpret_cast<const __nv_bfloat162*>(x + half + d);
+      first = *reinterpret_cast<const __nv_bfloat162*>(x + d);
+      second = *reinterpret_cast<const __nv_bfloat162*>(x + half + d);
       if (!is_v) {
         const float2 cos = *reinterpret_cast<const float2*>(table.cos + entry + d);
         const float2 sin = *reinterpret_cast<const float2*>(table.sin + entry + d);
@@ -88,16 +86,32 @@ __global__ void __launch_bounds__(kWarps* kWarp)
         first = {from_float<bf16>(a.x), from_float<bf16>(b.x)};
         second = {from_float<bf16>(a.y), from_float<bf16>(b.y)};
       }
+      if (kInt8 && !is_q) break;
       *reinterpret_cast<__nv_bfloat162*>(to + d) = first;
       *reinterpret_cast<__nv_bfloat162*>(to + half + d) = second;
+    }
+    if constexpr (kInt8) {
+      if (is_q) continue;
+      const float values[4]{to_float(first.x), to_float(first.y), to_float(second.x), to_float(second.y)};
+      unsigned top{0};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) top = max(top, magnitude_bits(values[i]));
+      const Int8Scale scale(__reduce_max_sync(kAllLanes, top));
+      int8_t* const codes = static_cast<int8_t*>(is_v ? cache.v : cache.k) + target * 2 * half + 2 * lane;
+      if (2 * lane < half) {
+        *reinterpret_cast<char2*>(codes) = {scale.code(values[0]), scale.code(values[1])};
+        *reinterpret_cast<char2*>(codes + half) = {scale.code(values[2]), scale.code(values[3])};
+      }
+      if (lane == 0) (is_v ? cache.v_scales : cache.k_scales)[target] = scale.scale;
     }
   }
 }
 
 bool rotates_halves(const void* qkv, int64_t stride, const RopeTable& t, const PagedCache& c, const float* q_norm,
                     const float* k_norm, DType dtype) {
-  return dtype == DType::bf16 && c.dtype == DType::bf16 && q_norm == nullptr && k_norm == nullptr && t.streams == 1 &&
-         !t.interleaved && 2 * t.half == c.head_dim && t.half % 2 == 0 && stride % 2 == 0 && aligned16(qkv, 0);
+  const bool cached = c.dtype == DType::bf16 || (c.dtype == DType::i8 && t.half <= 2 * kWarp);
+  return dtype == DType::bf16 && cached && q_norm == nullptr && k_norm == nullptr && t.streams == 1 && !t.interleaved &&
+         2 * t.half == c.head_dim && t.half % 2 == 0 && stride % 2 == 0 && aligned16(qkv, 0);
 }
 
 }  // namespace
@@ -114,7 +128,8 @@ void rope_append(void* qkv, int64_t stride, int64_t rows, int heads, const RopeT
   if (rotates_halves(qkv, stride, table, cache, q_norm, k_norm, dtype)) {
     // of a prompt, several heads a warp: what a row's entries say is read once
     const int blocks = ceil_div(heads + 2 * cache.kv_heads, kWarps), shared_by = rows < 256 ? 1 : 4;
-    launch_kernel(launch, what, rope_append_halves_kernel,
+    launch_kernel(launch, what,
+                  cache.dtype == DType::i8 ? rope_append_halves_kernel<true> : rope_append_halves_kernel<false>,
                   dim3(static_cast<unsigned>(rows), ceil_div(blocks, shared_by)), dim3(kWarps * kWarp), 0,
                   static_cast<bf16*>(qkv), stride, heads, table, cache);
     return;

@@ -9,6 +9,7 @@ from nibblelm.cli import bench_serve
 from nibblelm.cli.options import (
     add_activations_argument,
     add_device_argument,
+    add_kv_argument,
     add_kv_memory_argument,
     positive,
 )
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_device_argument(parser)
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
     add_activations_argument(parser)
+    add_kv_argument(parser)
     parser.add_argument("--threads", type=positive, metavar="N")
     add_kv_memory_argument(parser)
     loads = parser.add_argument_group("load", "several values measure several loads of one model; short lists repeat")
@@ -143,13 +145,13 @@ def _measured(
 
 
 def _kv_memory(args: argparse.Namespace, runner: "Runner") -> tuple[int, int | None]:
-    """Bytes that a token takes, and the pages that were asked for."""
-    from nibblelm.kv_cache import bytes_per_token
-    from nibblelm.pages import PAGE
+    """Bytes that a step reads of a token, and the pages that were asked for."""
+    from nibblelm.kv_cache import bytes_per_page, bytes_per_token
 
-    config = runner.model.config
-    kv = bytes_per_token(config.layers, config.kv_heads, config.head_dim, runner.kv_dtype)
-    return kv, None if args.kv_memory is None else args.kv_memory // (PAGE * kv)
+    c = runner.model.config
+    sizes = (c.layers, c.kv_heads, c.head_dim, runner.kv_dtype)
+    pages = None if args.kv_memory is None else args.kv_memory // bytes_per_page(*sizes, runner.device)
+    return bytes_per_token(*sizes), pages
 
 
 def _described(args: argparse.Namespace, runner: "Runner", facts: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +163,7 @@ def _described(args: argparse.Namespace, runner: "Runner", facts: dict[str, Any]
         "device": torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu",
         "dtype": args.dtype,
         "activations": facts["activations"],
-        "kv": {torch.bfloat16: "bf16", torch.float32: "fp32"}[runner.kv_dtype],
+        "kv": {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8"}[runner.kv_dtype],
         "bits": facts["bits"],
         "group_size": facts["group_size"],
     }
@@ -194,7 +196,7 @@ def _mixed_table(row: dict[str, Any]) -> str:
 def _from_model(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:
     from nibblelm.engine import LLM
 
-    options = {"activations": args.activations, "graph": args.graph, "max_sequences": 1}
+    options = {"kv": args.kv, "activations": args.activations, "graph": args.graph, "max_sequences": 1}
     llm = LLM(args.model, args.device, args.dtype, args.threads, context, **options)
     facts = {"bits": None, "group_size": None, "weight_bytes": llm.weight_bytes, "load_s": llm.load_s}
     return llm.runner, facts | {"shape": llm.folder.name, "activations": llm.activations}
@@ -218,7 +220,7 @@ def _from_shape(args: argparse.Namespace, context: int) -> tuple["Runner", dict[
         raise RequestError(f"{context} positions are asked for; {args.shape} has {config.max_positions}")
     print(f"making random weights of {args.shape} ...", file=sys.stderr)
     begun = time.perf_counter()
-    dtype, kv_dtype, activation_bits = numeric_types(args.dtype, device, args.activations)
+    dtype, kv_dtype, activation_bits = numeric_types(args.dtype, device, args.activations, args.kv)
     weights = RandomWeights(device, dtype, activation_bits, args.bits, args.group_size)
     runner = Runner(module.Model(weights, config, context), device, kv_dtype, context, args.graph)
     facts = {"bits": args.bits, "group_size": args.group_size, "weight_bytes": weights.streamed_bytes}
@@ -235,7 +237,7 @@ def _table(row: dict[str, Any]) -> str:
     return "\n".join(
         [
             f"{row['shape']} on {row['device']}, {row['dtype']}, activations {row['activations']} bits, "
-            f"batch {row['batch']}, depth {row['depth']}",
+            f"kv {row['kv']}, batch {row['batch']}, depth {row['depth']}",
             f"prefill {row['prompt_tokens']:>6}   {prefill['mean']:10.1f} ± {prefill['std']:.1f} tok/s",
             f"decode  {row['generated_tokens']:>6}   {decode['mean']:10.1f} ± {decode['std']:.1f} tok/s",
             f"memory traffic   {row['achieved_gb_s']:.1f} of {row['peak_gb_s']:.1f} GB/s ({percent:.0f} %), "

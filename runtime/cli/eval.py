@@ -6,7 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nibblelm.cli.options import add_activations_argument, add_device_argument, positive, shown_perplexity
+from nibblelm.cli.options import (
+    add_activations_argument,
+    add_device_argument,
+    add_kv_argument,
+    positive,
+    shown_perplexity,
+)
 
 HELP = "measure perplexity, and how far a converted model is from its source"
 _CTX = 512
@@ -18,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="SOURCE",
-        help="model to compare with; it runs with fp32 activations. MODEL itself shows what 8-bit activations cost: it "
-        "runs as MODEL does, but for 16 bits",
+        help="model to compare with; it runs with fp32 activations. MODEL itself shows what 8-bit activations and --kv "
+        "int8 cost: it runs as MODEL does, but for 16 bits and the cache that --dtype has",
     )
     parser.add_argument("--ctx", type=positive, default=_CTX, metavar="N", help=f"positions of a window ({_CTX})")
     parser.add_argument("--stride", type=positive, metavar="N", help="tokens between windows (default: no overlap)")
@@ -32,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="activations, as generate has them; fp32 measures the weights alone",
     )
     add_activations_argument(parser)
+    add_kv_argument(parser)
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: the cores it may use)")
     parser.add_argument("--record", action="store_true", help="enter the figures in MODEL's nibblelm.json, for info")
     parser.add_argument("--json", action="store_true", help="print one JSON object, no progress bar")
@@ -44,7 +51,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     p = figures["protocol"]
     start = "each after BOS" if p["bos"] else "without BOS"
-    print(f"{args.model} on {args.text}, {p['device']}, dtype {p['dtype']}, activations {p['activations']} bits")
+    print(
+        f"{args.model} on {args.text}, {p['device']}, dtype {p['dtype']}, activations {p['activations']} bits, "
+        f"kv {p['kv']}"
+    )
     print(
         f"protocol         windows of {p['ctx']} positions {p['stride']} tokens apart, {start}: {figures['windows']} "
         f"windows, {figures['tokens']} tokens predicted"
@@ -76,11 +86,14 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         text = args.text.read_text(encoding="utf-8")
     except UnicodeDecodeError as cause:
         raise RequestError(f"{args.text} is not UTF-8 text: {cause}") from cause
-    model = LLM(args.model, args.device, args.dtype, args.threads, args.ctx, activations=args.activations)
+    options = {"kv": args.kv, "activations": args.activations}
+    model = LLM(args.model, args.device, args.dtype, args.threads, args.ctx, **options)
     against, rounding = None, False
     if args.against:
-        rounding = model.activations == 8 and open_checkpoint(args.against).folder.samefile(model.folder)
-        dtype, activations = (args.dtype, 16) if rounding else ("fp32", None)
+        rounds = model.activations == 8 or args.kv == "int8"
+        rounding = rounds and open_checkpoint(args.against).folder.samefile(model.folder)
+        dtype = args.dtype if rounding else "fp32"
+        activations = (16 if model.activations == 8 else args.activations) if rounding else None
         against = LLM(args.against, args.device, dtype, args.threads, args.ctx, activations=activations)
         check_same_tokens(model, against, text)
     prefix, documents = tokenize(model.tokenizer, text, args.separator)
@@ -97,12 +110,13 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         "device": model.device.type,
         "dtype": args.dtype,
         "activations": model.activations,
+        "kv": args.kv,
     }
     if against is not None:
         protocol["against_activations"] = against.activations
     names = {"model": args.model, "text": str(args.text), "against": args.against}
     if args.record:
-        kind = "activation_rounding" if rounding else "evaluations"
+        kind = "activation_rounding" if rounding and args.kv == "auto" else "evaluations"
         _record(model.folder, kind, args.text.name, {"against": args.against, "protocol": protocol, **figures})
     return {**names, "protocol": protocol, **figures}
 

@@ -38,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {scheme:<28} {count} matrices")
     print(f"weights          {facts['weight_bytes'] / 2**20:.1f} MiB")
     print(
-        f"KV cache         {facts['kv_bytes_per_1k_tokens'] / 2**20:.2f} MiB per 1k tokens in bf16, twice that in fp32"
+        f"KV cache         {facts['kv_bytes_per_1k_tokens'] / 2**20:.2f} MiB per 1k tokens in bf16, twice that in fp32,"
+        f" {facts['kv_int8_bytes_per_1k_tokens'] / 2**20:.2f} in int8"
     )
     if facts["unfused"]:
         print(f"not fused        {', '.join(facts['unfused'])}: their parts differ in scheme and run apart")
@@ -108,6 +109,7 @@ def describe(source: str, strict: bool = False) -> dict[str, Any]:
         return f"int{found.bits}, {grouping}, {'symmetric' if found.symmetric else 'zero-point'}"
 
     recorded = checkpoint.file("nibblelm.json")
+    kv_sizes = (config.layers, config.kv_heads, config.head_dim)
     matrices = [spec for spec in plan.specs if spec.kind in ("linear", "head")]
     parameters = sum(prod(spec.shape) for spec in plan.specs)
     weight_bytes = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
@@ -124,8 +126,8 @@ def describe(source: str, strict: bool = False) -> dict[str, Any]:
         "parameters": parameters,
         "bits_per_weight": weight_bytes * 8 / parameters,
         "weight_bytes": weight_bytes,
-        "kv_bytes_per_1k_tokens": 1000
-        * bytes_per_token(config.layers, config.kv_heads, config.head_dim, torch.bfloat16),
+        "kv_bytes_per_1k_tokens": 1000 * bytes_per_token(*kv_sizes, torch.bfloat16),
+        "kv_int8_bytes_per_1k_tokens": 1000 * bytes_per_token(*kv_sizes, torch.int8),
         "schemes": dict(Counter(scheme(spec.module) for spec in matrices)),
         "unfused": [group[0] for group in plan.groups if len({scheme(name) for name in group}) > 1],
         "record": read_object(recorded, CheckpointError) if recorded else {},

@@ -27,6 +27,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         help="activations; on the CPU auto rounds inputs of quantized layers to 8 bits, bf16 to 16, fp32 to 24",
     )
     add_activations_argument(parser)
+    add_kv_argument(parser)
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: the cores it may use)")
     parser.add_argument(
         "--ctx-size", "--max-context", type=positive, metavar="N", help="context in tokens (default: the model's)"
@@ -48,6 +49,15 @@ def add_activations_argument(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(8, 16),
         help="bits that inputs of quantized layers are rounded to (default: as --dtype says; on CUDA 16 for bf16)",
+    )
+
+
+def add_kv_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv",
+        choices=("auto", "bf16", "int8"),
+        default="auto",
+        help="keys and values in the cache: as --dtype has them, or in 8 bits, half the memory of bf16",
     )
 
 
@@ -100,7 +110,7 @@ def load_model(args: argparse.Namespace, max_sequences: int | None = 1) -> "LLM"
     """The model that the flags ask for; None: for as many sequences at a time as is usual on its device."""
     from nibblelm.engine import LLM
 
-    options = {"activations": args.activations, "strict": args.strict, "graph": args.graph}
+    options = {"kv": args.kv, "activations": args.activations, "strict": args.strict, "graph": args.graph}
     options |= {"kv_memory": args.kv_memory, "max_sequences": max_sequences}
     return LLM(args.model, args.device, args.dtype, args.threads, args.ctx_size, **options)
 

@@ -45,7 +45,7 @@ def rope_attention(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]
         not plain or not attention.inputs.keys() <= {"q", "positions", "slots"} or "places" in append.inputs
         or options.get("interleaved", False)
         or not attention.reads(append.outputs[0], "q") or head_dim not in {64, 128} or 2 * cos.shape[1] != head_dim
-        or not (append.inputs["qkv"].dtype == cache.dtype == torch.bfloat16)
+        or append.inputs["qkv"].dtype != torch.bfloat16 or cache.dtype not in {torch.bfloat16, torch.int8}
         or cos.shape[0] < options["tables"].shape[1] * PAGE
     ):  # fmt: skip
         return None

@@ -4,9 +4,9 @@ Shapes use M tokens (rows), N outputs, K inputs, H heads, D = head_dim, S = sequ
 the CPU; fp32 or bf16 on CUDA. Rows of activations are contiguous in their last dimension and may be strided in the
 first. Positions, slots, tables and token ids are int32 tensors on the device: one captured step serves every position.
 
-A layer's KV cache is two pools of pages, (P, Hkv, PAGE, D) fp32 or bf16; `tables` (S, W) int32 is for all layers:
-position p of slot s is row p % PAGE of page tables[s, p // PAGE]. Entries for positions that no row touches may be
-anything, and which pages a slot has changes no result. Nothing inside a captured program may write the tables.
+A layer's KV cache is two pools of pages, (P, Hkv, PAGE, D) fp32, bf16 or `Int8Pages`; `tables` (S, W) int32 is for all
+layers: position p of slot s is row p % PAGE of page tables[s, p // PAGE]. Entries for positions that no row touches may
+be anything, and which pages a slot has changes no result. Nothing inside a captured program may write the tables.
 
 Ops allocate and return their result unless the docstring says "in place". All raise `ValueError` with the shapes
 and dtypes they got when the contract is broken.
@@ -27,7 +27,9 @@ from nibblelm.ops.types import (
     PAGE,
     PROMPT_TILE,
     ActivationBits,
+    Int8Pages,
     PackedLinear,
+    Pages,
     QuantizedWeight,
     Weight,
     prompt_tiles,
@@ -38,7 +40,9 @@ __all__ = [
     "PAGE",
     "PROMPT_TILE",
     "ActivationBits",
+    "Int8Pages",
     "PackedLinear",
+    "Pages",
     "Program",
     "QuantizedWeight",
     "SamplingState",
@@ -182,8 +186,8 @@ def rope_append(
     tables: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Pages,
+    v_cache: Pages,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -206,19 +210,21 @@ def rope_append(
 
 
 def kv_append(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, tables: Tensor
+    k: Tensor, v: Tensor, k_cache: Pages, v_cache: Pages, slots: Tensor, positions: Tensor, tables: Tensor
 ) -> None:
-    """Write new keys and values into the cache, in place.
+    """Write new keys and values into the cache, in place, rounded to nearest (ties to even).
 
     k, v (M, Hkv, D), any stride in the first dimension; caches (P, Hkv, PAGE, D); slots, positions (M,)
+    In int8 the scale is top / 127 and codes are x * (127 / top), in fp32, with the largest |x| of a head, at least
+    2^-100, as top.
     """
     backend(k.device).kv_append(k, v, k_cache, v_cache, slots, positions, tables)
 
 
 def attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Pages,
+    v_cache: Pages,
     slots: Tensor,
     positions: Tensor,
     tables: Tensor,

@@ -8,7 +8,7 @@ from torch import Tensor
 from nibblelm import _cpu
 from nibblelm.ops import reference
 from nibblelm.ops.cpu_program import Program, capture, keep, through_reference  # noqa: F401 (asked for by `ops`)
-from nibblelm.ops.types import PAGE, PackedLinear, QuantizedWeight, Weight
+from nibblelm.ops.types import PAGE, Int8Pages, PackedLinear, Pages, QuantizedWeight, Weight
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _ACTIVATIONS = ("silu", "tanh", "erf", "softcap", "relu", "scale")  # in the order of csrc/cpu/kernels.h
@@ -235,24 +235,34 @@ def scale(x: Tensor, factor: float) -> Tensor:
 # ---------------------------------------------------------------------------------------------- attention
 
 
-def _cache(k_cache: Tensor, v_cache: Tensor, tables: Tensor) -> tuple[_cpu.KvCache, int, int]:
+def _pool(name: str, pool: Pages, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
+    """The addresses of a pool's values and, in int8, its scales (else 0), after checking both."""
+    if isinstance(pool, Int8Pages):
+        scales = _flat(f"the scales of {name}", pool.scales, shape[:3], torch.float32)
+        return _flat(name, pool.codes, shape, dtype), scales
+    return _flat(name, pool, shape, dtype), 0
+
+
+def _cache(k_cache: Pages, v_cache: Pages, tables: Tensor) -> tuple[_cpu.KvCache, int, int]:
     """The cache, its number of heads and their width."""
-    dtype = k_cache.dtype
-    if k_cache.ndim != 4 or k_cache.shape[2] != PAGE or dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"k_cache must be (P, heads, {PAGE}, D) fp32 or bf16, got {_describe(k_cache)}")
+    shape, dtype, quantized = k_cache.shape, k_cache.dtype, isinstance(k_cache, Int8Pages)
+    known = (torch.int8,) if quantized else (torch.float32, torch.bfloat16)
+    if len(shape) != 4 or shape[2] != PAGE or dtype not in known or isinstance(v_cache, Int8Pages) != quantized:
+        got = f"{tuple(shape)} {dtype} and {type(v_cache).__name__} of {v_cache.dtype}"
+        raise ValueError(f"k_cache must be (P, heads, {PAGE}, D) fp32, bf16 or Int8Pages, v_cache the same, got {got}")
     if tables.ndim != 2:
         raise ValueError(f"tables must be (S, W) int32, got {_describe(tables)}")
-    (pages, heads, _, width), (slots, table_width) = k_cache.shape, tables.shape
+    (pages, heads, _, width), (slots, table_width) = shape, tables.shape
+    (k, k_scales), (v, v_scales) = _pool("k_cache", k_cache, shape, dtype), _pool("v_cache", v_cache, shape, dtype)
     cache = _cpu.KvCache(
-        k=_flat("k_cache", k_cache, k_cache.shape, dtype), v=_flat("v_cache", v_cache, k_cache.shape, dtype),
-        tables=_flat("tables", tables, tables.shape, torch.int32), pages=pages, slots=slots, table_width=table_width,
-        heads=heads, width=width, bf16=dtype == torch.bfloat16,
+        k=k, v=v, k_scales=k_scales, v_scales=v_scales, tables=_flat("tables", tables, tables.shape, torch.int32),
+        pages=pages, slots=slots, table_width=table_width, heads=heads, width=width, bytes=dtype.itemsize,
     )  # fmt: skip
     return cache, heads, width
 
 
 def kv_append(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, tables: Tensor
+    k: Tensor, v: Tensor, k_cache: Pages, v_cache: Pages, slots: Tensor, positions: Tensor, tables: Tensor
 ) -> None:
     cache, heads, width = _cache(k_cache, v_cache, tables)
     m = k.shape[0]
@@ -270,8 +280,8 @@ def rope_append(
     tables: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Pages,
+    v_cache: Pages,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -290,8 +300,8 @@ def rope_append(
 
 def attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Pages,
+    v_cache: Pages,
     slots: Tensor,
     positions: Tensor,
     tables: Tensor,

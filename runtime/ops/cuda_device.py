@@ -23,6 +23,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+CACHE_DTYPES = {torch.float32: 0, torch.bfloat16: 2, torch.int8: 3}
 _programmatic: ContextVar[bool | None] = ContextVar("programmatic_launch", default=None)
 _wgmma: ContextVar[bool] = ContextVar("wgmma", default=True)
 

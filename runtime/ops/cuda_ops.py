@@ -1,12 +1,13 @@
 """The CUDA ops other than linear: check what came, allocate the result, call the launcher. The contract is in `ops`."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nibblelm.ops.cuda_device import DTYPES, kernels, launch_args, mma_sync
-from nibblelm.ops.types import PAGE, QuantizedWeight, Weight
+from nibblelm.ops.cuda_device import CACHE_DTYPES, DTYPES, kernels, launch_args, mma_sync
+from nibblelm.ops.types import PAGE, Int8Pages, Pages, QuantizedWeight, Weight
 
 _ACTIVATIONS = {"silu": 0, "tanh": 1, "erf": 2, "softcap": 3, "relu": 4, "scale": 5}
 SOFTMAX_FORMS = {"automatic": 0, "warp": 1, "block": 2, "cluster": 3, "online": 4}
@@ -88,23 +89,43 @@ def _rope_table(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interlea
     return kernels.RopeTable(positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), half, streams, interleaved)
 
 
+def _pool(pool: Pages) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What is stored, and in int8 the scales and the pool to unpack to."""
+    return (pool.codes, pool.scales, pool.unpacked) if isinstance(pool, Int8Pages) else (pool, None, None)
+
+
+def _with_unpacked(pool: Pages) -> Pages:
+    """A pool that prompts can read: int8 with a bf16 pool to unpack to, which is used up by the call if it is new."""
+    if not isinstance(pool, Int8Pages) or pool.unpacked is not None:
+        return pool
+    return replace(pool, unpacked=torch.empty(pool.shape, dtype=torch.bfloat16, device=pool.codes.device))
+
+
 def _paged_cache(
-    op: str, m: int, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, tables: Tensor
+    op: str, m: int, k_cache: Pages, v_cache: Pages, slots: Tensor, positions: Tensor, tables: Tensor
 ) -> Any:
+    (k, *k_int8), (v, *v_int8) = _pool(k_cache), _pool(v_cache)
+    int8 = isinstance(k_cache, Int8Pages) and isinstance(v_cache, Int8Pages)
+    wanted = {torch.int8} if int8 else {torch.float32, torch.bfloat16}
+    scales, unpacked = zip(k_int8, v_int8, strict=True)
     require_arguments(
-        k_cache.ndim == 4 and k_cache.shape[2] == PAGE and k_cache.shape == v_cache.shape
-        and k_cache.dtype == v_cache.dtype and k_cache.dtype in {torch.float32, torch.bfloat16}
-        and k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[0] > 0
+        k.ndim == 4 and k.shape[2] == PAGE and k.shape == v.shape and k.dtype == v.dtype and k.dtype in wanted
+        and k.is_contiguous() and v.is_contiguous() and k.shape[0] > 0
+        and all(t is None or (t.shape == k.shape[:3] and t.dtype == torch.float32 and t.is_contiguous())
+                for t in scales)
+        and all(t is None or (t.shape == k.shape and t.dtype == torch.bfloat16 and t.is_contiguous())
+                for t in unpacked)
         and vector(slots, m, torch.int32) and vector(positions, m, torch.int32)
         and tables.ndim == 2 and tables.shape[1] > 0 and tables.dtype == torch.int32 and tables.is_contiguous(),
-        op, f"caches (P, Hkv, {PAGE}, D) fp32 or bf16, slots and positions (M,) int32, tables (S, W) int32",
-        k_cache, v_cache, slots, positions, tables,
+        op, f"caches (P, Hkv, {PAGE}, D) fp32, bf16 or both Int8Pages, slots and positions (M,) int32, tables (S, W) "
+        "int32", k, *k_int8, v, *v_int8, slots, positions, tables,
     )  # fmt: skip
-    (pages, kv_heads, _, head_dim), (slot_count, table_width) = k_cache.shape, tables.shape
+    (pages, kv_heads, _, head_dim), (slot_count, table_width) = k.shape, tables.shape
     return kernels.PagedCache(
-        k=k_cache.data_ptr(), v=v_cache.data_ptr(), tables=tables.data_ptr(), slots=slots.data_ptr(),
-        positions=positions.data_ptr(), pages=pages, slot_count=slot_count, table_width=table_width,
-        kv_heads=kv_heads, head_dim=head_dim, dtype=DTYPES[k_cache.dtype],
+        k=k.data_ptr(), v=v.data_ptr(), k_scales=address(scales[0]), v_scales=address(scales[1]),
+        k_unpacked=address(unpacked[0]), v_unpacked=address(unpacked[1]), tables=tables.data_ptr(),
+        slots=slots.data_ptr(), positions=positions.data_ptr(), pages=pages, slot_count=slot_count,
+        table_width=table_width, kv_heads=kv_heads, head_dim=head_dim, dtype=CACHE_DTYPES[k.dtype],
     )  # fmt: skip
 
 
@@ -116,7 +137,7 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
 
 
 def kv_append(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, tables: Tensor
+    k: Tensor, v: Tensor, k_cache: Pages, v_cache: Pages, slots: Tensor, positions: Tensor, tables: Tensor
 ) -> None:
     m = k.shape[0]
     cache = _paged_cache("kv_append", m, k_cache, v_cache, slots, positions, tables)
@@ -134,8 +155,8 @@ def rope_append(
     tables: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Pages,
+    v_cache: Pages,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -147,7 +168,7 @@ def rope_append(
     cache = _paged_cache("rope_append", m, k_cache, v_cache, slots, positions, tables)
     heads = all_heads - 2 * k_cache.shape[1]
     fits = heads > 0 and head_dim == k_cache.shape[3] and vector(q_norm, head_dim) and vector(k_norm, head_dim)
-    require_arguments(fits, "rope_append", "qkv (M, H + 2 Hkv, D), norms (D,) fp32", qkv, k_cache, q_norm, k_norm)
+    require_arguments(fits, "rope_append", "qkv (M, H + 2 Hkv, D), norms (D,) fp32", qkv, q_norm, k_norm)
     kernels.rope_append(
         qkv.data_ptr(), qkv.stride(0), m, heads, table, cache, address(q_norm), address(k_norm), eps, plus_one,
         DTYPES[qkv.dtype], *launch_args(),
@@ -164,8 +185,8 @@ _PLAIN: AttentionOptions = (0.0, None, None, None, None)
 
 def _attention_args(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Pages,
+    v_cache: Pages,
     slots: Tensor,
     positions: Tensor,
     tables: Tensor,
@@ -173,15 +194,18 @@ def _attention_args(
     window: int,
     options: AttentionOptions,
     tiles: Tensor | None,
-) -> tuple[Any, Tensor, Tensor]:
-    """The launchers' argument, the result, and the workspace (to be kept until the launch)."""
+) -> tuple[Any, Tensor, object]:
+    """The launchers' argument, the result, and what is to be kept until the launch."""
     softcap, alibi_slopes, prefix_lengths, starts, mask = options
     m, heads, head_dim = q.shape
+    if tiles is not None:
+        k_cache, v_cache = (_with_unpacked(pool) for pool in (k_cache, v_cache))
     cache = _paged_cache("attention", m, k_cache, v_cache, slots, positions, tables)
     require_arguments(
         _rows(q) and k_cache.shape[3] == head_dim and heads % k_cache.shape[1] == 0
         and head_dim % 8 == 0 and head_dim <= 256 and scale > 0,
-        "attention", f"q (M, H, D), D a multiple of 8 up to 256, H a multiple of Hkv; scale {scale} > 0", q, k_cache,
+        "attention", f"q (M, H, D), D a multiple of 8 up to 256, H a multiple of Hkv; scale {scale} > 0; cache "
+        f"{tuple(k_cache.shape)}", q,
     )  # fmt: skip
     fits = mask is None or (mask.ndim == 2 and mask.shape[0] == m and mask.stride(1) == 1)
     require_arguments(
@@ -203,13 +227,13 @@ def _attention_args(
     bytes_needed = 0 if tiles is not None else kernels.attention_workspace(args)
     workspace = torch.empty(bytes_needed, dtype=torch.uint8, device=q.device)
     args.workspace = workspace.data_ptr()
-    return args, out, workspace
+    return args, out, (workspace, k_cache, v_cache)
 
 
 def attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Pages,
+    v_cache: Pages,
     slots: Tensor,
     positions: Tensor,
     tables: Tensor,
@@ -223,9 +247,7 @@ def attention(
     tiles: Tensor | None,
 ) -> Tensor:
     options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
-    args, out, _workspace = _attention_args(
-        q, k_cache, v_cache, slots, positions, tables, scale, window, options, tiles
-    )
+    args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, options, tiles)
     (kernels.attention_decode if tiles is None else kernels.attention_prefill)(args, *launch_args())
     return out
 
@@ -237,8 +259,8 @@ def rope_attention(
     tables: Tensor,
     cos: Tensor,
     sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Pages,
+    v_cache: Pages,
     scale: float,
     window: int = 0,
     *,
@@ -255,12 +277,12 @@ def rope_attention(
     """
     q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
     table = _rope_table(qkv, positions, cos, sin, interleaved)
-    args, out, _workspace = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, _PLAIN, None)
+    args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, _PLAIN, None)
     require_arguments(
         cos.shape[0] >= tables.shape[1] * PAGE and kernels.attention_fuses(args, table)
         and vector(q_norm, q.shape[2]) and vector(k_norm, q.shape[2]),
         "rope_attention", "bf16 of D 64 or 128, rotated whole in halves, cos of W * PAGE rows or more, norms (D,)",
-        qkv, k_cache, cos, q_norm, k_norm,
+        qkv, cos, q_norm, k_norm,
     )  # fmt: skip
     norms = (address(q_norm), address(k_norm), eps, plus_one)
     kernels.attention_rope(args, table, *norms, *launch_args())

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nibblelm.ops.sampling_state import SamplingState
-from nibblelm.ops.types import PAGE, QuantizedWeight, Weight
+from nibblelm.ops.types import PAGE, Int8Pages, Pages, QuantizedWeight, Weight
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
@@ -65,19 +65,30 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
     return torch.cat((joined, x[..., 2 * half :].float()), -1)
 
 
-def cached(cache: Tensor, table: Tensor, first: int, end: int) -> Tensor:
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes (..., D) and scales (...) of `Int8Pages` for x (..., D); all codes are 0 where x is not finite."""
+    top = x.float().abs().amax(-1).clamp_min(2.0**-100)
+    codes = (x.float() * (127 / top).unsqueeze(-1)).round()
+    return codes.where(top.isfinite().unsqueeze(-1), 0).to(torch.int8), top / 127
+
+
+def cached(cache: Pages, table: Tensor, first: int, end: int) -> Tensor:
     """Positions [first, end) of the slot with this table (W,), in fp32: (P, Hkv, PAGE, D) -> (Hkv, end - first, D)."""
     places = torch.arange(first, end, device=table.device)
     pages = table[places // PAGE].long()
     if ((pages < 0) | (pages >= cache.shape[0])).any():
         raise ValueError(f"a page of positions {first} to {end} is outside the cache of {cache.shape[0]} pages")
-    return cache[pages, :, places % PAGE].float().transpose(0, 1)
+    rows = places % PAGE
+    if isinstance(cache, Int8Pages):
+        scales = cache.scales[pages, :, rows].unsqueeze(-1)
+        return (cache.codes[pages, :, rows] * scales).transpose(0, 1)
+    return cache[pages, :, rows].float().transpose(0, 1)
 
 
 def attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: Pages,
+    v_cache: Pages,
     slots: Tensor,
     positions: Tensor,
     tables: Tensor,
@@ -256,6 +267,7 @@ __all__ = [
     "linear",
     "log_softmax",
     "mask_logits",
+    "quantize_rows",
     "relu",
     "rms_norm",
     "rope",

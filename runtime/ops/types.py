@@ -52,6 +52,35 @@ class QuantizedWeight:
         return sum(p.numel() * p.element_size() for p in parts if p is not None)
 
 
+@dataclass(frozen=True)
+class Int8Pages:
+    """A layer's pool of keys or values, (P, Hkv, PAGE, D), with a scale for each position and head:
+    `x[p, h, i, d] = scales[p, h, i] * codes[p, h, i, d]`.
+
+    codes     int8 (P, Hkv, PAGE, D), from -127 to 127
+    scales    fp32 (P, Hkv, PAGE): the largest magnitude of the D values over 127; if one is not finite, neither is this
+    unpacked  bf16 (P, Hkv, PAGE, D), which layers may share: where CUDA has pages for attention of prompts, which read
+              them many times. None: a pool for each call
+    """
+
+    codes: Tensor
+    scales: Tensor
+    unpacked: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """(P, Hkv, PAGE, D)."""
+        return self.codes.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """torch.int8."""
+        return self.codes.dtype
+
+
+Pages = Tensor | Int8Pages
+"""A layer's pool of pages: fp32 or bf16 (P, Hkv, PAGE, D), or int8."""
+
 Weight = Tensor | QuantizedWeight
 """A full fp32 / bf16 / fp16 (N, K) tensor, or a quantized one."""
 

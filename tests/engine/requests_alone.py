@@ -1,6 +1,6 @@
 """The requests of test_exactness.py, and what each gives alone: run as a process, this computes and prints that.
 
-python requests_alone.py FOLDER DEVICE DTYPE
+python requests_alone.py FOLDER DEVICE DTYPE KV
 
 Each request runs by itself, with nothing in the cache before it.
 """
@@ -49,10 +49,10 @@ def result(output: GenerationOutput) -> Any:
 
 
 def main() -> None:
-    folder, device, dtype = sys.argv[1:]
+    folder, device, dtype, kv = sys.argv[1:]
     results = []
     for prompt, params in requests():
-        llm = LLM(folder, device, dtype, max_sequences=1)
+        llm = LLM(folder, device, dtype, kv=kv, max_sequences=1)
         results.append(result(llm.generate([prompt], SamplingParams(**params))[0]))
         llm.close()
     print(json.dumps(results))

@@ -34,12 +34,23 @@ FORMATS = {
     "int8": dict(bits=8),
     "full": None,
 }
-KINDS = [("mistral", "int4", "cpu", "auto"), ("qwen3", "full", "cpu", "fp32"), ("phi3-longrope", "int4", "cpu", "auto")]
-"""Family, weights, device, dtype: on the CPU; with --every all variants of all families beside them."""
+KINDS = [
+    ("mistral", "int4", "cpu", "auto", "auto"),
+    ("qwen3", "full", "cpu", "fp32", "auto"),
+    ("qwen3", "int4", "cpu", "auto", "int8"),
+    ("phi3-longrope", "int4", "cpu", "auto", "int8"),
+]
+"""Family, weights, device, dtype, cache: on the CPU; with --every all variants of all families beside them."""
 OWN_PROMPTS = {"llama-dynamic", *BIDIRECTIONAL}
 """Variants that the requests do not fit: a short context, and prompts with a gap (test_rope_choice.py, test_gap.py)."""
-CUDA_KINDS = [("qwen3", weights, "cuda", dtype) for weights in FORMATS for dtype in ("bf16", "fp32")]
-CUDA_KINDS += [(name, "int4", "cuda", "bf16") for name in CONFIGS if name not in {"qwen3", *OWN_PROMPTS}]
+CUDA_KINDS = [("qwen3", weights, "cuda", dtype, "auto") for weights in FORMATS for dtype in ("bf16", "fp32")]
+CUDA_KINDS += [("qwen3", "int4", "cuda", dtype, "int8") for dtype in ("bf16", "fp32")]
+CUDA_KINDS += [
+    (name, "int4", "cuda", "bf16", kv)
+    for name in CONFIGS
+    if name not in {"qwen3", *OWN_PROMPTS}
+    for kv in ("auto", "int8")
+]
 REQUESTS = requests()
 
 
@@ -48,7 +59,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     kinds = list(KINDS)
     if metafunc.config.getoption("--every"):
-        kinds += [(name, "int4", "cpu", "auto") for name in CONFIGS if name not in OWN_PROMPTS]
+        kinds += [
+            (name, "int4", "cpu", "auto", kv) for name in CONFIGS if name not in OWN_PROMPTS for kv in ("auto", "int8")
+        ]
     params = [pytest.param(kind, id="-".join(kind)) for kind in dict.fromkeys(kinds)]
     params += [pytest.param(kind, marks=GPU, id="-".join(kind)) for kind in CUDA_KINDS]
     metafunc.parametrize("model", params, indirect=True, scope="module")
@@ -57,7 +70,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, list[Any]]:
     """A loaded model, and what each of REQUESTS gives alone in a process of its own."""
-    family, weights, device, dtype = request.param
+    family, weights, device, dtype, kv = request.param
     folder = tmp_path_factory.mktemp("exact")
     source = save_random(family, folder / "source")
     if FORMATS[weights] is not None:
@@ -65,9 +78,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         source = folder / "converted"
     script = Path(__file__).parent / "requests_alone.py"
     alone = subprocess.run(
-        [sys.executable, script, source, device, dtype], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, script, source, device, dtype, kv], stdout=subprocess.PIPE, text=True, check=True
     )
-    return LLM(source, device, dtype), json.loads(alone.stdout)
+    return LLM(source, device, dtype, kv=kv), json.loads(alone.stdout)
 
 
 def schedules() -> st.SearchStrategy[dict[str, Any]]:

@@ -1,7 +1,12 @@
 """A cache in positions, (S, Hkv, T, D), as the pages that ops take, and back: written apart from the code it tests."""
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
+
+from nibblelm.ops import Int8Pages, Pages
 
 PAGE = 64
 
@@ -20,9 +25,10 @@ def table_of(slots: int, capacity: int, device: torch.device | str = "cpu", seed
 
 
 def paged(cache: Tensor, tables: Tensor) -> Tensor:
-    """The pool that has each slot's positions on the pages of its table; NaN where nothing is."""
+    """The pool that has each slot's positions on the pages of its table; NaN (codes: 77) where nothing is."""
     slots, heads, capacity, width = cache.shape
-    pool = torch.full((tables.numel() + 1, heads, PAGE, width), torch.nan, dtype=cache.dtype, device=cache.device)
+    nothing = torch.nan if cache.is_floating_point() else 77
+    pool = torch.full((tables.numel() + 1, heads, PAGE, width), nothing, dtype=cache.dtype, device=cache.device)
     for slot in range(slots):
         for first in range(0, capacity, PAGE):
             part = cache[slot, :, first : first + PAGE]
@@ -30,6 +36,51 @@ def paged(cache: Tensor, tables: Tensor) -> Tensor:
     return pool
 
 
-def positions_of(pool: Tensor, tables: Tensor) -> Tensor:
-    """The inverse: (S, Hkv, W * PAGE, D)."""
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of rows (..., D) by the format's definition, in NumPy: fp32, ties to even."""
+    rows = x.detach().cpu().float().numpy()
+    with np.errstate(invalid="ignore"):
+        top = np.maximum(np.abs(rows).max(-1), np.float32(2.0**-100))  # NaN wins
+        codes = np.rint(rows * (np.float32(127) / top)[..., None])
+    codes = np.where(np.isfinite(top)[..., None], codes, 0).astype(np.int8)
+    return torch.from_numpy(codes).to(x.device), torch.from_numpy(top / np.float32(127)).to(x.device)
+
+
+def paged_int8(cache: Tensor, tables: Tensor) -> Int8Pages:
+    """`paged` in int8, with scales of NaN where nothing is."""
+    codes, scales = (paged(t, tables) for t in _with_columns(*quantized(cache)))
+    return Int8Pages(codes, scales.squeeze(-1))
+
+
+def positions_of(pool: Pages, tables: Tensor) -> Tensor:
+    """The inverse: (S, Hkv, W * PAGE, D); of int8 what it stands for, in float64."""
+    if isinstance(pool, Int8Pages):
+        codes, scales = (positions_of(t, tables) for t in _with_columns(pool.codes, pool.scales))
+        return codes.double() * scales.double()
     return torch.stack([torch.cat([pool[page] for page in row], 1) for row in tables.tolist()])
+
+
+def moved(pool: Pages, tables: Tensor, to: Tensor) -> Pages:
+    """The same positions on the pages of another table."""
+    if isinstance(pool, Int8Pages):
+        codes, scales = (paged(positions_of(t, tables), to) for t in _with_columns(pool.codes, pool.scales))
+        return Int8Pages(codes, scales.squeeze(-1))
+    return paged(positions_of(pool, tables), to)
+
+
+def stored(pool: Pages) -> list[Tensor]:
+    """The tensors of a pool."""
+    return [pool.codes, pool.scales] if isinstance(pool, Int8Pages) else [pool]
+
+
+def copied(pool: Pages) -> Any:
+    return Int8Pages(*(t.clone() for t in stored(pool))) if isinstance(pool, Int8Pages) else pool.clone()
+
+
+def same_bits(a: Pages, b: Pages) -> bool:
+    """NaN too."""
+    return all(torch.equal(x.view(torch.int8), y.view(torch.int8)) for x, y in zip(stored(a), stored(b), strict=True))
+
+
+def _with_columns(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    return codes, scales.unsqueeze(-1)

@@ -10,21 +10,22 @@ import torch
 from torch import Tensor
 
 from nibblelm import _cpu, ops
+from nibblelm.ops import Int8Pages, reference
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kv_pages import PAGE, paged, positions_of, table_of
+from kv_pages import PAGE, paged, paged_int8, positions_of, quantized, table_of
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8
 
 
 def cache(slots: int, heads: int, capacity: int, width: int, filled: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values with NaN at every position that nobody may read."""
+    """Keys and values with NaN at every position that nobody may read; what will be int8 comes in fp32."""
     pair = []
     for seed in (1, 2):
         full = torch.full((slots, heads, capacity, width), torch.nan)
         generator = torch.Generator().manual_seed(seed)
         full[:, :, :filled] = torch.randn(slots, heads, filled, width, generator=generator)
-        pair.append(full.to(dtype))
+        pair.append(full if dtype == INT8 else full.to(dtype))
     return pair[0], pair[1]
 
 
@@ -57,25 +58,35 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
     seed: int | None = 0,
+    int8: bool = False,
 ) -> Tensor:
     """The op on the pages of caches in positions."""
     tables = table_of(k.shape[0], k.shape[2], seed=seed)
-    places = (paged(k, tables), paged(v, tables), slots, positions, tables)
-    return ops.attention(q, *places, scale, window, softcap=softcap)
+    pools = (paged_int8(t, tables) if int8 else paged(t, tables) for t in (k, v))
+    return ops.attention(q, *pools, slots, positions, tables, scale, window, softcap=softcap)
 
 
 def check(
-    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, positions: Tensor, window: int = 0, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    window: int = 0,
+    softcap: float = 0.0,
+    int8: bool = False,
 ) -> Tensor:
     scale = q.shape[2] ** -0.5
-    got = attention(q, k, v, slots, positions, scale, window, softcap)
+    got = attention(q, k, v, slots, positions, scale, window, softcap, int8=int8)
+    if int8:  # what the codes and scales stand for
+        k, v = (codes.double() * scales.double().unsqueeze(-1) for codes, scales in map(quantized, (k, v)))
     want, magnitude = oracle(q, k, v, slots, positions, scale, window, softcap)
     # Scores of up to about 10 are rounded to 2^-24 of themselves a few times; that becomes relative in the weights.
     assert ((got - want).abs() <= 4e-6 * magnitude).all(), ((got - want).abs() / magnitude).max()
     return got
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [FP32, BF16, INT8])
 @pytest.mark.parametrize("width", [8, 16, 64, 80, 128])
 def test_decode(isa: str, width: int, dtype: torch.dtype) -> None:
     """One token per slot at positions on both sides of a block of keys, with grouped heads."""
@@ -84,7 +95,7 @@ def test_decode(isa: str, width: int, dtype: torch.dtype) -> None:
     q = torch.randn(len(positions), 8, width)
     slots = int32([i % 2 for i in range(len(positions))])
     for window in (0, 1, 40, 64):
-        check(q, k, v, slots, int32(positions), window)
+        check(q, k, v, slots, int32(positions), window, int8=dtype == INT8)
 
 
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4), (6, 1)])
@@ -166,13 +177,13 @@ def test_more_heads_share_keys_than_are_taken_at_once() -> None:
     check(torch.randn(3, 71, 16), k, v, int32([0, 0, 0]), int32([3, 68, 69]))
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [FP32, BF16, INT8])
 def test_long_context_is_split_over_positions(isa: str, dtype: torch.dtype) -> None:
     k, v = cache(2, 2, 3100, 64, 3001, dtype)
     q = torch.randn(4, 4, 64)
     slots, positions = int32([0, 1, 1, 0]), int32([3000, 511, 512, 1])
     for window in (0, 600):
-        check(q, k, v, slots, positions, window)
+        check(q, k, v, slots, positions, window, int8=dtype == INT8)
 
 
 def test_large_scores_stay_finite(isa: str) -> None:
@@ -181,7 +192,7 @@ def test_large_scores_stay_finite(isa: str) -> None:
     assert got.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [FP32, BF16, INT8])
 @pytest.mark.parametrize("window", [0, 100])
 def test_a_row_does_not_depend_on_its_batch_or_on_the_threads(isa: str, dtype: torch.dtype, window: int) -> None:
     """Prefill of 1,200 positions in one call equals decode bit for bit, also where decode splits the positions."""
@@ -189,12 +200,13 @@ def test_a_row_does_not_depend_on_its_batch_or_on_the_threads(isa: str, dtype: t
     k, v = cache(1, 2, count, 16, count, dtype)
     q, slots = torch.randn(count, 4, 16), torch.zeros(count, dtype=torch.int32)
     positions = torch.arange(count, dtype=torch.int32)
-    together = attention(q, k, v, slots, positions, 0.25, window)
+    int8 = dtype == INT8
+    together = attention(q, k, v, slots, positions, 0.25, window, int8=int8)
     for row in (0, 1, 63, 64, 511, 512, 1000, 1199):
-        alone = attention(q[row : row + 1], k, v, slots[:1], positions[row : row + 1], 0.25, window)
+        alone = attention(q[row : row + 1], k, v, slots[:1], positions[row : row + 1], 0.25, window, int8=int8)
         assert torch.equal(alone[0], together[row]), row
     _cpu.set_threads(1)
-    assert torch.equal(attention(q, k, v, slots, positions, 0.25, window), together)
+    assert torch.equal(attention(q, k, v, slots, positions, 0.25, window, int8=int8), together)
     _cpu.set_threads(0)
 
 
@@ -202,8 +214,9 @@ def test_instruction_sets_agree_bit_for_bit(each_isa: Callable[[Callable[[], Ten
     k, v = cache(1, 2, 700, 80, 700, BF16)
     q, positions = torch.randn(20, 4, 80), torch.arange(680, 700, dtype=torch.int32)
     slots = torch.zeros(20, dtype=torch.int32)
-    results = each_isa(lambda: attention(q, k, v, slots, positions, 0.1))
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    for int8 in (False, True):
+        results = each_isa(lambda int8=int8: attention(q, k, v, slots, positions, 0.1, int8=int8))
+        assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -221,6 +234,38 @@ def test_kv_append_rounds_to_nearest_even(isa: str, dtype: torch.dtype) -> None:
         want[slots, :, positions] = new.to(dtype)
         assert torch.equal(written.nan_to_num(7.0), want.nan_to_num(7.0))
         assert pool[7 * 6 // 2 - int(tables.sum())].eq(0).all()  # the page of no slot
+
+
+@pytest.mark.parametrize("width", [7, 16, 80, 200])
+def test_kv_append_in_int8(isa: str, width: int) -> None:
+    """Codes and scales of the definition to the bit: ties, zeros, tiny and huge rows; a row that is not finite reads as
+    NaN, and its neighbours do not."""
+    rows = torch.randn(5, 6, width) * torch.tensor([1.0, 1e-3, 1e4, 1.0, 1.0]).view(5, 1, 1)
+    rows[0, 2], rows[0, 4] = 0.0, torch.arange(width) % 120 + 0.5  # ties, in a row whose scale is exact
+    rows[0, 4, -1] = 127.0
+    rows[1, 2], rows[1, 3] = rows[1, 2] * 1e-38, 3e38
+    rows[3, 2, 1], rows[3, 5, 0] = torch.nan, -torch.inf
+    k, v = rows[:, 2:4], rows[:, 4:]
+    tables, slots, positions = table_of(3, 100), [2, 0, 2, 1, 1], [63, 0, 64, 99, 98]
+    caches = [Int8Pages(torch.zeros(7, 2, PAGE, width, dtype=INT8), torch.zeros(7, 2, PAGE)) for _ in range(2)]
+    ops.kv_append(k, v, *caches, int32(slots), int32(positions), tables)
+    for new, pool in zip((k, v), caches, strict=True):
+        codes, scales = quantized(new)
+        for got, want in ((pool.codes, codes), (pool.scales.unsqueeze(-1), scales.unsqueeze(-1))):
+            written = positions_of(got, tables)
+            wanted = torch.zeros_like(written)
+            wanted[slots, :, positions] = want
+            assert torch.equal(written.nan_to_num(7.0), wanted.nan_to_num(7.0))
+        for got, want in zip(reference.quantize_rows(new), (codes, scales), strict=True):
+            assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+    where = int32(slots), int32(positions), tables
+    out = ops.attention(torch.zeros(5, 2, width), *caches, *where, 1.0, window=1).view(5, 2, width)  # values alone
+    assert out[3, 1].isnan().all()
+    assert out[[0, 1, 2, 4]].isfinite().all()
+    # half a step of the largest value, and the roundings of scale and product
+    finite = [0, 1, 2, 4]
+    error = (out[finite] - v[finite]).abs() / v[finite].abs().amax(-1, keepdim=True)
+    assert (error <= (0.5 + 2**-15) / 127).all()
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -266,6 +311,13 @@ def test_broken_contracts_are_refused() -> None:
         ops.attention(torch.randn(1, 4, 16), pool[:, :, :32], pool[:, :, :32], *where, 1.0)
     with pytest.raises(ValueError, match="v_cache must be"):
         ops.attention(torch.randn(1, 4, 16), pool, pool[:, :1], *where, 1.0)
+    int8 = Int8Pages(pool.to(INT8), torch.zeros(1, 2, PAGE))
+    with pytest.raises(ValueError, match="v_cache the same"):
+        ops.attention(torch.randn(1, 4, 16), int8, pool, *where, 1.0)
+    with pytest.raises(ValueError, match="k_cache must be"):
+        ops.attention(torch.randn(1, 4, 16), int8.codes, int8.codes, *where, 1.0)
+    with pytest.raises(ValueError, match="the scales of v_cache must be"):
+        ops.attention(torch.randn(1, 4, 16), int8, Int8Pages(int8.codes, int8.scales[:, :1]), *where, 1.0)
     with pytest.raises(ValueError, match="positions must be"):
         ops.attention(torch.randn(1, 4, 16), pool, pool, where[0], where[1].long(), tables, 1.0)
     with pytest.raises(ValueError, match="tables must be"):

@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from nibblelm import ops
-from nibblelm.ops import cuda, reference
+from nibblelm.ops import Int8Pages, Pages, cuda, reference
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kv_pages import PAGE, positions_of, table_of
+from kv_pages import PAGE, positions_of, quantized, same_bits, table_of
 
 USABLE, REASON = cuda.available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
 DEVICE = torch.device("cuda")
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
 DTYPES = [BF16, FP32]
 ROUNDING = {BF16: 2.0**-8, FP32: 2.0**-20}  # of a result in bf16; of a few operations and a sum in fp32
+BF16_TO_INT8 = 2.0**-8 + 1 / 127  # then a code more or less
 
 
 def close(got: Tensor, want: Tensor, scale: float = 1.0) -> None:
@@ -30,6 +31,12 @@ def close(got: Tensor, want: Tensor, scale: float = 1.0) -> None:
 
 def normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def filled(pages: int, heads: int, d: int, dtype: torch.dtype, value: float = 0.0) -> Pages:
+    """A pool of `value`, in int8 of codes and scales of it."""
+    values = torch.full((pages, heads, PAGE, d), value, dtype=dtype, device=DEVICE)
+    return Int8Pages(values, values[..., 0].float()) if dtype == INT8 else values
 
 
 def norm_oracle(kind: str, h: Tensor, weight: Tensor, bias: Tensor | None, eps: float, plus_one: bool) -> Tensor:
@@ -113,7 +120,7 @@ def test_rope(d: int, rotated: int, streams: int, interleaved: bool, dtype: torc
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("cache_dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", [*DTYPES, INT8])
 @pytest.mark.parametrize(("normed", "streams"), [(False, 1), (True, 1), (False, 2)])
 def test_rope_append(normed: bool, streams: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     """The fused kernel writes the bits that rms_norm, rope and kv_append write one after the other."""
@@ -125,7 +132,7 @@ def test_rope_append(normed: bool, streams: int, dtype: torch.dtype, cache_dtype
         cos, sin = tables(150, d // 2 // streams)
         norm = normal(d, seed=4) if normed else None
         page_tables = table_of(m, 150, DEVICE)
-        caches = [torch.zeros(3 * m + 1, kv_heads, PAGE, d, dtype=cache_dtype, device=DEVICE) for _ in range(4)]
+        caches = [filled(3 * m + 1, kv_heads, d, cache_dtype) for _ in range(4)]
         q, k, v = qkv.clone().split((heads, kv_heads, kv_heads), 1)
         if norm is not None:
             q, k = ops.rms_norm(q, norm, 1e-6, None, True)[0], ops.rms_norm(k, norm, 1e-6, None, True)[0]
@@ -137,24 +144,61 @@ def test_rope_append(normed: bool, streams: int, dtype: torch.dtype, cache_dtype
         got = ops.rope_append(
             qkv, main, slots, page_tables, cos, sin, *caches[2:], norm, norm, 1e-6, True, places=places
         )
-        for new, old in ((got, want), (caches[2], caches[0]), (caches[3], caches[1])):
+        for both in ((got, want), (caches[2], caches[0]), (caches[3], caches[1])):
             if normed:  # the squares are added in another order: now and then a norm rounds the other way
-                assert (new - old).abs().max() <= 4 * ROUNDING[new.dtype] * old.abs().max()
+                new, old = (positions_of(t, page_tables) if isinstance(t, Int8Pages) else t for t in both)
+                rounding = 4 * ROUNDING.get(new.dtype, BF16_TO_INT8)
+                assert (new - old).abs().max() <= rounding * old.abs().max()
             else:
-                assert torch.equal(new, old)
+                assert same_bits(*both)
         written = positions_of(caches[1], page_tables)[slots.long(), :, main.long()]
-        assert torch.equal(written, v.to(cache_dtype))
+        if cache_dtype == INT8:
+            codes, scales = quantized(v)
+            assert torch.equal(written, codes.double() * scales.double().unsqueeze(-1))
+        else:
+            assert torch.equal(written, v.to(cache_dtype))
 
 
 @pytest.mark.sanitize
-def test_kv_append_leaves_the_rest_alone() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kv_append_in_int8(dtype: torch.dtype) -> None:
+    """Codes and scales of the definition to the bit: ties, zeros, tiny and huge rows, and some that are not finite."""
+    for d in (8, 40, 128, 256):
+        rows = normal(4, 6, d, dtype=FP32) * torch.tensor([1.0, 1e-3, 1e4, 1.0], device=DEVICE).view(4, 1, 1)
+        rows[0, 2], rows[0, 4] = 0.0, torch.arange(d, device=DEVICE) % 120 + 0.5
+        rows[0, 4, -1] = 127.0
+        rows[1, 2], rows[1, 3] = rows[1, 2] * 1e-38, 3e38
+        rows[3, 2, 1], rows[3, 5, 0] = torch.nan, -torch.inf
+        rows = rows.to(dtype)
+        tables = table_of(4, 100, DEVICE)
+        slots, positions = torch.arange(4, device=DEVICE).int(), torch.tensor([63, 0, 64, 99], device=DEVICE).int()
+        caches = [filled(9, 2, d, INT8) for _ in range(2)]
+        ops.kv_append(rows[:, 2:4], rows[:, 4:], *caches, slots, positions, tables)
+        for new, pool in zip((rows[:, 2:4], rows[:, 4:]), caches, strict=True):
+            assert isinstance(pool, Int8Pages)
+            codes, scales = quantized(new)
+            for got, want in ((pool.codes, codes), (pool.scales.unsqueeze(-1), scales.unsqueeze(-1))):
+                written = positions_of(got, tables)[slots.long(), :, positions.long()]
+                assert torch.equal(written.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [BF16, INT8])
+def test_kv_append_leaves_the_rest_alone(dtype: torch.dtype) -> None:
     k, v = normal(4, 2, 16), normal(4, 2, 16, seed=1)
-    caches = [torch.full((4, 2, PAGE, 16), 7.0, dtype=BF16, device=DEVICE) for _ in range(2)]
+    caches = [filled(4, 2, 16, dtype, 7.0) for _ in range(2)]
     slots = torch.tensor([1, -1, 0, 0], dtype=torch.int32, device=DEVICE)
     positions = torch.tensor([72, 3, 128, 65], dtype=torch.int32, device=DEVICE)  # idle, beyond, without a page
     page_tables = torch.tensor([[0, -1], [1, 3]], dtype=torch.int32, device=DEVICE)
     ops.kv_append(k, v, caches[0], caches[1], slots, positions, page_tables)
     for cache, new in zip(caches, (k, v), strict=True):
-        assert torch.equal(cache[3, :, 8], new[0].to(BF16))
-        cache[3, :, 8] = 7.0
-        assert cache.eq(7).all()
+        values, wanted = (cache.codes, None) if isinstance(cache, Int8Pages) else (cache, new[0].to(BF16))
+        if isinstance(cache, Int8Pages):
+            wanted, scales = quantized(new[0])
+            assert torch.equal(cache.scales[3, :, 8], scales)
+            cache.scales[3, :, 8] = 7.0
+            assert cache.scales.eq(7).all()
+        assert wanted is not None
+        assert torch.equal(values[3, :, 8], wanted)
+        values[3, :, 8] = 7
+        assert values.eq(7).all()

@@ -12,13 +12,14 @@ from nibblelm import ops
 from nibblelm.ops import cuda
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kv_pages import PAGE, paged, positions_of, table_of
+from kv_pages import PAGE, copied, moved, paged, paged_int8, positions_of, same_bits, table_of
 
 USABLE, REASON = cuda.available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
 pytestmark = gpu
 DEVICE = torch.device("cuda")
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
+CACHES = [BF16, INT8]
 BOUND = {BF16: 2.0**-7, FP32: 2e-5}  # of the sum of p |v|, as in test_cuda_attention.py
 
 # Around the tiles, the least share of a block, what one cluster takes (2,048) and the length of the cache.
@@ -28,8 +29,9 @@ LENGTHS = [1, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513, 2047, 2048, 2049, 333
 def make_projection(
     lengths: list[int], heads: int, kv_heads: int, d: int, dtype: torch.dtype = BF16, capacity: int = 5000
 ) -> dict[str, Any]:
-    """One row of each length, in slots out of order; keys and values behind a row's position are NaN."""
-    m = len(lengths)
+    """One row of each length, in slots out of order; keys and values behind a row's position are NaN. `dtype` int8: of
+    the cache, under bf16."""
+    m, pool, dtype = len(lengths), paged_int8 if dtype == INT8 else paged, BF16 if dtype == INT8 else dtype
     g = torch.Generator(device=DEVICE).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -46,7 +48,7 @@ def make_projection(
         for cache in caches.values():
             cache[slot, :, length - 1 :] = torch.nan
     c["tables"] = table_of(m + 1, capacity, DEVICE)
-    c |= {name: paged(cache, c["tables"]) for name, cache in caches.items()}
+    c |= {name: pool(cache, c["tables"]) for name, cache in caches.items()}
     angles = torch.arange(c["tables"].shape[1] * PAGE, device=DEVICE).double().unsqueeze(1) * 1e4 ** (
         -torch.arange(d // 2, device=DEVICE).double() / (d // 2)
     )
@@ -59,15 +61,11 @@ def by_parts(c: dict[str, Any], window: int = 0, **norms: Any) -> Tensor:
     return ops.attention(q, c["k_cache"], c["v_cache"], c["slots"], c["positions"], c["tables"], c["scale"], window)
 
 
-def run_rope_attention(c: dict[str, Any], together: bool, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def run_rope_attention(c: dict[str, Any], together: bool, **options: Any) -> tuple[Tensor, Any, Any]:
     """The result and the caches, on copies of what is written."""
-    copies = {name: c[name].clone() for name in ("qkv", "k_cache", "v_cache")}
+    copies = {name: copied(c[name]) for name in ("qkv", "k_cache", "v_cache")}
     out = cuda.rope_attention(**(c | copies), **options) if together else by_parts(c | copies, **options)
     return out, copies["k_cache"], copies["v_cache"]
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))  # NaN too
 
 
 def oracle(
@@ -91,16 +89,16 @@ def check_rope_attention(c: dict[str, Any], together: bool = True, **options: An
     if together:
         fused = run_rope_attention(c, True, **options)
         for got, want in zip(fused, apart, strict=True):
-            assert same(got, want)
+            assert same_bits(got, want)
     else:
         with pytest.raises(ValueError, match=r"rope_attention|attention: got|rope: got"):
             run_rope_attention(c, True, **options)
     window = options.pop("window", 0)
-    caches = {name: c[name].clone() for name in ("k_cache", "v_cache")}
+    caches = {name: copied(c[name]) for name in ("k_cache", "v_cache")}
     places = [c[name] for name in ("positions", "slots", "tables", "cos", "sin")]
     q = ops.rope_append(c["qkv"].clone(), *places, *caches.values(), **options)
     plain = {"q": q, "slots": c["slots"], "positions": c["positions"], "scale": c["scale"], **caches}
-    assert same(ops.attention(**plain, tables=c["tables"], window=window), fused[0])
+    assert same_bits(ops.attention(**plain, tables=c["tables"], window=window), fused[0])
     live = c["slots"] >= 0
     rows = {name: plain[name][live] for name in ("q", "slots", "positions")}
     caches = {name: positions_of(cache, c["tables"]) for name, cache in caches.items()}
@@ -111,51 +109,56 @@ def check_rope_attention(c: dict[str, Any], together: bool = True, **options: An
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "lengths", "capacity"),
     [(8, 2, [1, 64, 65, 300], 300), (4, 2, [200], 200), (1, 1, [70], 16400)],
     ids=["batch", "one row", "long cache"],
 )
-def test_small(heads: int, kv_heads: int, d: int, lengths: list[int], capacity: int) -> None:
+def test_small(heads: int, kv_heads: int, d: int, lengths: list[int], capacity: int, dtype: torch.dtype) -> None:
     """Each kernel."""
-    check_rope_attention(make_projection(lengths, heads, kv_heads, d, capacity=capacity))
+    check_rope_attention(make_projection(lengths, heads, kv_heads, d, dtype, capacity))
 
 
 @pytest.mark.sanitize
-def test_of_several_clusters() -> None:
-    check_rope_attention(make_projection([2300, 9], 4, 1, 64, capacity=2400))
+@pytest.mark.parametrize("dtype", CACHES)
+def test_of_several_clusters(dtype: torch.dtype) -> None:
+    check_rope_attention(make_projection([2300, 9], 4, 1, 64, dtype, capacity=2400))
 
 
+@pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize(("d", "heads", "kv_heads"), [(64, 16, 8), (128, 8, 2)])
-def test_of_a_long_cache(d: int, heads: int, kv_heads: int) -> None:
+def test_of_a_long_cache(d: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     """Rows of more than 16,384 positions and a short one: alone (without clusters), and the same in a batch."""
-    c = make_projection([20000, 40, 16385], heads, kv_heads, d, capacity=20000)
+    c = make_projection([20000, 40, 16385], heads, kv_heads, d, dtype, capacity=20000)
     whole = check_rope_attention(c)
     for m in range(3):
         row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
-        assert same(whole[m : m + 1], check_rope_attention(c | row))
+        assert same_bits(whole[m : m + 1], check_rope_attention(c | row))
     short = {"tables": c["tables"][:, : -(-300 // PAGE)].contiguous()}
     row = {name: c[name][1:2] for name in ("qkv", "slots", "positions")}
-    assert same(whole[1:2], check_rope_attention(c | short | row))
+    assert same_bits(whole[1:2], check_rope_attention(c | short | row))
 
 
 @pytest.mark.parametrize("window", [0, 100, 3000])
 @pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1), (8, 1), (12, 1), (16, 4), (8, 8)])
-def test_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int) -> None:
+def test_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int, dtype: torch.dtype) -> None:
     """Rows of every length, each as it is alone; one head a KV head up to more than the tile has columns."""
-    c = make_projection(LENGTHS, heads, kv_heads, d)
+    c = make_projection(LENGTHS, heads, kv_heads, d, dtype)
     whole = check_rope_attention(c, window=window)
     for m in range(len(LENGTHS)):
         row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
-        assert same(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
+        assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
 
 
 @pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize("d", [64, 128])
-def test_with_norms(d: int, plus_one: bool) -> None:
-    c = make_projection([1, 77, 1000], 16, 8, d, capacity=1000)
+def test_with_norms(d: int, plus_one: bool, dtype: torch.dtype) -> None:
+    c = make_projection([1, 77, 1000], 16, 8, d, dtype, capacity=1000)
     norms = {"q_norm": torch.rand(d, device=DEVICE) + 0.5, "k_norm": torch.rand(d, device=DEVICE)}
     check_rope_attention(c, **norms, eps=1e-5, plus_one=plus_one)
 
@@ -169,12 +172,12 @@ def test_leaves_idle_rows_and_full_slots_alone() -> None:
     check_rope_attention(c)
     c["tables"][c["slots"][3], 199 // PAGE] = -1  # not written; what the row sees is undefined
     fused, apart = run_rope_attention(c, True), run_rope_attention(c, False)
-    assert same(fused[0][:3], apart[0][:3])
+    assert same_bits(fused[0][:3], apart[0][:3])
     for got, want in zip(fused[1:], apart[1:], strict=True):
-        assert same(got, want)
+        assert same_bits(got, want)
 
 
-@pytest.mark.parametrize(("d", "dtype"), [(96, BF16), (256, BF16), (64, FP32)])
+@pytest.mark.parametrize(("d", "dtype"), [(96, BF16), (256, BF16), (64, FP32), (96, INT8), (256, INT8)])
 def test_without_a_fused_kernel(d: int, dtype: torch.dtype) -> None:
     c = make_projection([1, 100], 4, 2, d, dtype, capacity=200)
     check_rope_attention(c, together=False)
@@ -183,25 +186,26 @@ def test_without_a_fused_kernel(d: int, dtype: torch.dtype) -> None:
     check_rope_attention(c | half, together=False)
     two = torch.stack((c["positions"], c["positions"] // 2))
     _, *got = run_rope_attention(c | half, False, places=two)
-    x, k_cache, v_cache = (c[name].clone() for name in ("qkv", "k_cache", "v_cache"))
+    x, k_cache, v_cache = (copied(c[name]) for name in ("qkv", "k_cache", "v_cache"))
     for heads in (x[:, :4], x[:, 4:6]):
         ops.rope(heads, two, half["cos"], half["sin"])
     ops.kv_append(x[:, 4:6], x[:, 6:], k_cache, v_cache, c["slots"], c["positions"], c["tables"])
-    assert same(got[0], k_cache)
-    assert same(got[1], v_cache)
+    assert same_bits(got[0], k_cache)
+    assert same_bits(got[1], v_cache)
 
 
 @pytest.mark.parametrize("window", [0, 45, 777])
+@pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize("d", [64, 128])
-def test_pages_may_be_anywhere(d: int, window: int) -> None:
+def test_pages_may_be_anywhere(d: int, window: int, dtype: torch.dtype) -> None:
     """Bit for bit as on pages in order, what is written too."""
-    c = make_projection(LENGTHS, 8, 2, d)
+    c = make_projection(LENGTHS, 8, 2, d, dtype)
     tables = torch.arange(c["tables"].numel(), dtype=torch.int32, device=DEVICE).view_as(c["tables"])
-    pools = {name: paged(positions_of(c[name], c["tables"]), tables) for name in ("k_cache", "v_cache")}
-    moved, ordered = (run_rope_attention(case, True, window=window) for case in (c, c | pools | {"tables": tables}))
-    assert same(moved[0], ordered[0])
-    for a, b in zip(moved[1:], ordered[1:], strict=True):
-        assert same(positions_of(a, c["tables"]), positions_of(b, tables))
+    pools = {name: moved(c[name], c["tables"], tables) for name in ("k_cache", "v_cache")}
+    anywhere, ordered = (run_rope_attention(case, True, window=window) for case in (c, c | pools | {"tables": tables}))
+    assert same_bits(anywhere[0], ordered[0])
+    for a, b in zip(anywhere[1:], ordered[1:], strict=True):
+        assert same_bits(positions_of(a, c["tables"]), positions_of(b, tables))
 
 
 def test_pages_are_read_at_replay() -> None:
@@ -220,18 +224,19 @@ def test_pages_are_read_at_replay() -> None:
         c["tables"].copy_(tables)
         x.copy_(c["qkv"])
         program.replay()
-        assert same(got, want)
+        assert same_bits(got, want)
 
 
-def test_in_a_graph() -> None:
+@pytest.mark.parametrize("dtype", CACHES)
+def test_in_a_graph(dtype: torch.dtype) -> None:
     """Twelve steps of two layers, each step recorded behind the other: as one by one, kernel by kernel."""
     steps = 12
-    c = make_projection([100, 1, 60, 2047], 8, 2, 128, capacity=4000)
+    c = make_projection([100, 1, 60, 2047], 8, 2, 128, dtype, capacity=4000)
     inputs = [torch.randn_like(c["qkv"], dtype=FP32).to(BF16) for _ in range(2 * steps)]
-    caches = [[c[name].clone() for name in ("k_cache", "v_cache")] for _ in range(4)]
+    caches = [[copied(c[name]) for name in ("k_cache", "v_cache")] for _ in range(4)]
     positions = c["positions"].clone()
 
-    def at(x: Tensor, where: Tensor, layer: list[Tensor]) -> dict[str, Any]:
+    def at(x: Tensor, where: Tensor, layer: list[Any]) -> dict[str, Any]:
         return c | {"qkv": x, "positions": where, "k_cache": layer[0], "v_cache": layer[1]}
 
     apart = [by_parts(at(x.clone(), positions + i // 2, caches[i % 2])) for i, x in enumerate(inputs)]
@@ -241,9 +246,9 @@ def test_in_a_graph() -> None:
         fused = [cuda.rope_attention(**at(x, positions + i // 2, caches[2 + i % 2])) for i, x in enumerate(inputs)]
     for _ in range(20):
         program.replay()
-    assert all(same(a, b) for a, b in zip(fused, apart, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(fused, apart, strict=True))
     for one, other in zip(caches[:2], caches[2:], strict=True):
-        assert all(same(a, b) for a, b in zip(one, other, strict=True))
+        assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_sees_positions_that_change_just_before() -> None:
@@ -269,5 +274,5 @@ def test_sees_positions_that_change_just_before() -> None:
     for _ in range(3):
         positions.copy_(c["positions"])
         program.replay()
-        assert all(same(a, b) for a, b in zip(got, want, strict=True))
-    assert all(same(a, b) for a, b in zip(*caches, strict=True))
+        assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(*caches, strict=True))
