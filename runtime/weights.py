@@ -164,9 +164,7 @@ class CheckpointWeights:
         if order is not None:
             (weight,) = weights
             weights = [reordered(weight, order)]
-        runs = [list(parts) for _, parts in groupby(weights, scheme)]
-        # a gate or an up alone, of a scheme of its own, has no pairs
-        packed = [ops.pack_linear(parts, self.device, pairs and len(runs) == 1) for parts in runs]
+        packed = packed_runs(weights, self.device, pairs)
         self.streamed_bytes += sum(p.nbytes for p in packed)
         return packed
 
@@ -235,6 +233,12 @@ def _rows(weight: Weight, first: int, last: int) -> Weight:
     zero = None if weight.zero_point is None else weight.zero_point[first // per : -(-(first + count) // per)]
     codes, scale = weight.codes[first:last], weight.scale[first:last]
     return replace(weight, codes=codes, scale=scale, zero_point=zero, shape=(count, weight.shape[1]))
+
+
+def packed_runs(weights: Sequence[Weight], device: torch.device, pairs: bool) -> list[PackedLinear]:
+    """Neighbours of one scheme packed together; a gate or an up alone, of a scheme of its own, has no pairs."""
+    runs = [list(parts) for _, parts in groupby(weights, scheme)]
+    return [ops.pack_linear(parts, device, pairs and len(runs) == 1) for parts in runs]
 
 
 def reordered(weight: Weight, order: Tensor) -> Weight:

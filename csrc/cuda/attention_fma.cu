@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(kThreads)
       if (next.first >= next.end) continue;
       block = block.first >= block.end ? next : Interval{min(block.first, next.first), max(block.end, next.end)};
     }
+    if (block.first >= block.end) block.end = 0;  // nothing is read: of an int8 cache it may not have been unpacked
     block.first = block.first / kColumns * kColumns;
   }
   for (int i = threadIdx.x; i < kBlock * D; i += kThreads) {

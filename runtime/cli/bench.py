@@ -11,6 +11,7 @@ from nibblelm.cli.options import (
     add_device_argument,
     add_kv_argument,
     add_kv_memory_argument,
+    keep_loaded,
     positive,
 )
 
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
             raise RequestError("--prompt-tokens, --gen-tokens and --batch must be at least 1, --depth at least 0")
     context = max([load.context for load in loads] + [MIXED_CONTEXT] * args.mixed)
     first, facts = (_from_shape if args.shape else _from_model)(args, context)
+    keep_loaded()
     peak = read_bandwidth(first.device)
     for load in loads:
         runner = first.with_capacity(load.context)

@@ -1,6 +1,7 @@
 """Flags that several commands share, and what they mean."""
 
 import argparse
+import gc
 import resource
 import sys
 from collections.abc import Mapping
@@ -112,7 +113,14 @@ def load_model(args: argparse.Namespace, max_sequences: int | None = 1) -> "LLM"
 
     options = {"kv": args.kv, "activations": args.activations, "strict": args.strict, "graph": args.graph}
     options |= {"kv_memory": args.kv_memory, "max_sequences": max_sequences}
-    return LLM(args.model, args.device, args.dtype, args.threads, args.ctx_size, **options)
+    llm = LLM(args.model, args.device, args.dtype, args.threads, args.ctx_size, **options)
+    keep_loaded()
+    return llm
+
+
+def keep_loaded() -> None:
+    """Leave what is loaded out of collections to come: one over all of it holds a step up by a tenth of a second."""
+    gc.freeze()
 
 
 def print_load(llm: "LLM") -> None:

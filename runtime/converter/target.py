@@ -12,14 +12,12 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nibblelm import ops
 from nibblelm.checkpoint import Checkpoint, Scheme
 from nibblelm.converter.calibration import read_calibration
 from nibblelm.converter.plan import Unit
@@ -28,12 +26,12 @@ from nibblelm.engine import LLM, select_device
 from nibblelm.errors import ConvertError
 from nibblelm.evaluation import Window, score
 from nibblelm.models import family
-from nibblelm.ops.types import PackedLinear, QuantizedWeight, Weight, scheme
+from nibblelm.ops.types import PackedLinear, QuantizedWeight, Weight
 from nibblelm.quant.affine import pack_zero_point
 from nibblelm.quant.rows import quantize_rows
 from nibblelm.quant.schemes import Options
 from nibblelm.runner import Runner
-from nibblelm.weights import CheckpointWeights, Kind, PlanWeights, reordered
+from nibblelm.weights import CheckpointWeights, Kind, PlanWeights, packed_runs, reordered
 
 LEVELS = ((4, -1), (4, 128), (4, 32), (8, -1))
 """(bits, group size), from the smallest up."""
@@ -114,7 +112,7 @@ class _OpenWeights(CheckpointWeights):
         packed, pairs, order = self._places[tuple(modules)]
         kept = list(packed)
         rows = [part if order is None else reordered(part, order) for part in parts]
-        packed[:] = [ops.pack_linear(list(same), self.device, pairs) for _, same in groupby(rows, scheme)]
+        packed[:] = packed_runs(rows, self.device, pairs)
         try:
             yield
         finally:
