@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nibblelm import ops
-from nibblelm.ops import SamplingState, cuda_ops
+from nibblelm.ops import SamplingState, cuda_attention, cuda_ops
 
 BF16 = torch.bfloat16
 
@@ -130,7 +130,7 @@ def bench_decode_attention(limits: Limits, quick: bool) -> Iterator[Row]:
         places = (qkv, positions, slots, where[2], cos, cos)
 
         def fused(kv: Any, places: tuple[Tensor, ...] = places) -> Tensor:
-            return cuda_ops.rope_attention(*places, *kv, scale=128**-0.5)
+            return cuda_attention.rope_attention(*places, *kv, scale=128**-0.5)
 
         time, base = time_us(ours, pairs), time_us(sdpa, pairs)
         yield moving("decode", f"B={batch} L={length}", "bf16", nbytes, time, limits.read_gb_s, "SDPA", base)
