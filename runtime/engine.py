@@ -129,7 +129,8 @@ class LLM:
 
     def _plan_pages(self, checkpoint: Checkpoint, kv_memory: int | None, asked: bool) -> int:
         """Pages of keys and values. `asked`: the whole context was asked for by name, so that less will not do."""
-        page_bytes = self._kv_page_bytes
+        c = self.config
+        self._page_bytes = page_bytes = bytes_per_page(c.layers, c.kv_heads, c.head_dim, self.kv_dtype, self.device)
         wanted = page_count(self.max_context)
         others = dict(
             weights=sum(checkpoint.info(name).nbytes for name in checkpoint.names()),
@@ -168,11 +169,6 @@ class LLM:
         return bytes_per_token(c.layers, c.kv_heads, c.head_dim, self.kv_dtype)
 
     @property
-    def _kv_page_bytes(self) -> int:
-        c = self.config
-        return bytes_per_page(c.layers, c.kv_heads, c.head_dim, self.kv_dtype, self.device)
-
-    @property
     def kv_tokens(self) -> int:
         """Positions, of all sequences together, that the memory for keys and values holds."""
         return self.kv_pages * PAGE
@@ -180,7 +176,7 @@ class LLM:
     @property
     def kv_bytes(self) -> int:
         """Bytes of that memory."""
-        return self.kv_pages * self._kv_page_bytes
+        return self.kv_pages * self._page_bytes
 
     @overload
     def generate(
@@ -378,8 +374,7 @@ def select_device(name: str) -> torch.device:
 def numeric_types(
     name: str, device: torch.device, activations: Literal[8, 16] | None = None, kv: str = "auto"
 ) -> tuple[torch.dtype, torch.dtype, ActivationBits]:
-    """What `dtype`, `activations` and `kv` mean on a device: hidden state, cache, and bits of the inputs of quantized
-    layers.
+    """What `dtype`, `activations` and `kv` mean on a device: hidden state, cache, and bits of quantized layers' inputs.
 
     Raises RequestError for what is not supported.
     """

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nibblelm import ops
-from nibblelm.ops import SamplingState, cuda_ops
+from nibblelm.ops import SamplingState, cuda_attention, cuda_ops
 
 BF16 = torch.bfloat16
 
@@ -89,6 +89,17 @@ def caches(length: int, batch: int, count: int) -> list[tuple[Tensor, Tensor]]:
     return [tuple(torch.randn(shape, device=DEVICE).to(BF16) for _ in range(2)) for _ in range(count)]  # type: ignore[misc]
 
 
+def int8_caches(length: int, batch: int, count: int) -> list[tuple[ops.Int8Pages, ops.Int8Pages]]:
+    """The same in int8."""
+
+    def pool() -> ops.Int8Pages:
+        shape = (batch * length // ops.PAGE, 8, ops.PAGE, 128)
+        codes = torch.randint(-127, 128, shape, dtype=torch.int8, device=DEVICE)
+        return ops.Int8Pages(codes, torch.rand(codes.shape[:3], device=DEVICE) / 50)
+
+    return [(pool(), pool()) for _ in range(count)]
+
+
 def page_tables(length: int, batch: int) -> Tensor:
     """Pages in random order, as a server has them after a while."""
     pages = torch.randperm(batch * length // ops.PAGE, generator=torch.Generator().manual_seed(0))
@@ -96,8 +107,10 @@ def page_tables(length: int, batch: int) -> Tensor:
 
 
 def bench_decode_attention(limits: Limits, quick: bool) -> Iterator[Row]:
-    """32 query and 8 KV heads of 128, bf16; the KV cache is read once. SDPA has neither rotation nor KV write."""
-    cases = [(256, 1), (1024, 1), (8192, 1), (32768, 1), (131072, 1)] + ([] if quick else [(128, 1), (4096, 32)])
+    """32 query and 8 KV heads of 128, bf16, and with an int8 cache, whose bytes count with their scales; it is read
+    once. SDPA, of bf16, has neither rotation nor KV write."""
+    cases = [(256, 1), (1024, 1), (8192, 1), (32768, 1), (131072, 1), (1024, 256)]
+    cases += [] if quick else [(128, 1), (4096, 32)]
     for length, batch in cases:
         q = torch.randn(batch, 32, 128, device=DEVICE).to(BF16)
         nbytes = 2 * batch * 8 * length * 128 * 2
@@ -117,13 +130,19 @@ def bench_decode_attention(limits: Limits, quick: bool) -> Iterator[Row]:
         places = (qkv, positions, slots, where[2], cos, cos)
 
         def fused(kv: Any, places: tuple[Tensor, ...] = places) -> Tensor:
-            return cuda_ops.rope_attention(*places, *kv, scale=128**-0.5)
+            return cuda_attention.rope_attention(*places, *kv, scale=128**-0.5)
 
         time, base = time_us(ours, pairs), time_us(sdpa, pairs)
         yield moving("decode", f"B={batch} L={length}", "bf16", nbytes, time, limits.read_gb_s, "SDPA", base)
         time = time_us(fused, pairs)
         yield moving("rope_attention", f"B={batch} L={length}", "bf16", nbytes, time, limits.read_gb_s, "SDPA", base)
         del pairs
+        int8_bytes = 2 * batch * 8 * length * (128 + 4)
+        quantized = int8_caches(length, batch, copies(int8_bytes))
+        for op, call in (("decode", ours), ("rope_attention", fused)):
+            shape = f"B={batch} L={length}"
+            yield moving(op, shape, "int8 KV", int8_bytes, time_us(call, quantized), limits.read_gb_s, "SDPA", base)
+        del quantized
         torch.cuda.empty_cache()
 
 

@@ -103,6 +103,9 @@ e2e() {  # decode at batch 1; batches, long contexts and prefill where the weigh
     --depth 0 0 0 0 0 0 0 0 8192 32768 0 0 0 --mixed
   bench llama-3-8b 4 128 --prompt-tokens 128 --gen-tokens 256 --batch 1 64 256
   bench llama-3-8b 4 -1 --activations 8 --prompt-tokens 128 128 2048 --gen-tokens 256 256 16 --batch 16 256 1 --mixed
+  bench llama-3-8b 4 -1 --kv int8 --prompt-tokens 128 128 128 2048 32768 --gen-tokens 256 256 256 16 16 \
+    --batch 1 256 1 1 1 --depth 0 0 32768 0 0
+  bench llama-3-8b 4 -1 --activations 8 --kv int8 --prompt-tokens 128 2048 --gen-tokens 256 16 --batch 256 1 --mixed
   bench llama-3-8b 8 -1 --prompt-tokens 128 2048 --gen-tokens 256 16
   bench llama-3-8b 16 -1 "${once[@]}"
   for bits in 4 8 16; do bench llama-3.2-1b $bits -1 "${once[@]}"; done

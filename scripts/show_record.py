@@ -30,6 +30,7 @@ def gpu(rows: Sequence[dict[str, Any]]) -> str:
     cells = []
     for row in rows:
         weights = scheme(row) + (", 8-bit activations" if row.get("activations") == 8 else "")
+        weights += ", int8 KV" if row.get("kv") == "int8" else ""
         weights += "" if row["tree"] == rows[0]["tree"] else " (an older tree)"
         if row.get("load") == "mixed":
             load = f"{row['requests']} requests, {row['prompt_tokens']:,} and {row['output_tokens']:,} tokens"

@@ -80,7 +80,7 @@ struct Ring {
   static constexpr int kThreads{kWarps * kWarp};
   static constexpr int kWarpBytes{F::kRingBytes / kWarps};
   static constexpr int kPitch{D * static_cast<int>(sizeof(T))}, kTileBytes{kTile * kPitch};
-  static constexpr int kUnits{kWarpBytes / kTileBytes};  // a tile's keys or its values are a unit
+  static constexpr int kUnits{kWarpBytes / kTileBytes};              // a tile's keys or its values are a unit
   static constexpr int kPerChunk{16 / static_cast<int>(sizeof(T))};  // values
   static constexpr int kChunks{D / kPerChunk}, kRowsAtOnce{kWarp / kChunks};
   static constexpr int kStep{kWarps * kTile};        // from a warp's tile to its next

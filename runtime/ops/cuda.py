@@ -1,6 +1,6 @@
 """CUDA side of the op contract: thin calls of `nibblelm._cuda`, on PyTorch's current stream of the tensors' card."""
 
-from nibblelm.ops import cuda_linear, cuda_ops, cuda_sample
+from nibblelm.ops import cuda_attention, cuda_linear, cuda_ops, cuda_sample
 from nibblelm.ops.cuda_device import (
     Program,
     available,
@@ -19,19 +19,19 @@ norm_linear = on_card(cuda_linear.norm_linear)
 add = on_card(cuda_ops.add)
 alibi_mask = on_card(cuda_ops.alibi_mask)
 argmax = on_card(cuda_ops.argmax)
-attention = on_card(cuda_ops.attention)
+attention = on_card(cuda_attention.attention)
 attention_mask = on_card(cuda_ops.attention_mask)
 embedding = on_card(cuda_ops.embedding)
 geglu = on_card(cuda_ops.geglu)
 gelu = on_card(cuda_ops.gelu)
-kv_append = on_card(cuda_ops.kv_append)
+kv_append = on_card(cuda_attention.kv_append)
 layer_norm = on_card(cuda_ops.layer_norm)
 log_softmax = on_card(cuda_ops.log_softmax)
 mask_logits = on_card(cuda_sample.mask_logits)
 rms_norm = on_card(cuda_ops.rms_norm)
-rope = on_card(cuda_ops.rope)
-rope_append = on_card(cuda_ops.rope_append)
-rope_attention = on_card(cuda_ops.rope_attention)
+rope = on_card(cuda_attention.rope)
+rope_append = on_card(cuda_attention.rope_append)
+rope_attention = on_card(cuda_attention.rope_attention)
 sample = on_card(cuda_sample.sample)
 silu = on_card(cuda_ops.silu)
 relu = on_card(cuda_ops.relu)

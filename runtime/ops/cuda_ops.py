@@ -1,13 +1,12 @@
-"""The CUDA ops other than linear: check what came, allocate the result, call the launcher. The contract is in `ops`."""
+"""The CUDA ops but linear and attention: check what came, allocate the result, call the launcher (contract: `ops`)."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nibblelm.ops.cuda_device import CACHE_DTYPES, DTYPES, kernels, launch_args, mma_sync
-from nibblelm.ops.types import PAGE, Int8Pages, Pages, QuantizedWeight, Weight
+from nibblelm.ops.cuda_device import DTYPES, kernels, launch_args
+from nibblelm.ops.types import QuantizedWeight, Weight
 
 _ACTIVATIONS = {"silu": 0, "tanh": 1, "erf": 2, "softcap": 3, "relu": 4, "scale": 5}
 SOFTMAX_FORMS = {"automatic": 0, "warp": 1, "block": 2, "cluster": 3, "online": 4}
@@ -23,7 +22,7 @@ def address(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
-def _rows(x: Tensor) -> bool:
+def rows(x: Tensor) -> bool:
     """Whether everything but the first dimension is contiguous and the dtype one of activations."""
     return x.dtype in {torch.float32, torch.bfloat16} and (x.shape[0] == 0 or x[0].is_contiguous())
 
@@ -46,10 +45,10 @@ def _norm(
     plus_one: bool,
 ) -> tuple[Tensor, Tensor]:
     columns, heads = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
-    same = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype and _rows(residual))
+    same = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype and rows(residual))
     per_head = op == "layer_norm" and weight.shape == (heads, columns)
     require_arguments(
-        x.ndim in {2, 3} and _rows(x) and same and vector(bias, columns)
+        x.ndim in {2, 3} and rows(x) and same and vector(bias, columns)
         and vector(weight.flatten() if per_head else weight, heads * columns if per_head else columns),
         op, "x (M, H) or (M, heads, D) fp32 or bf16, residual like x, weight and bias fp32", x, residual, weight, bias,
     )  # fmt: skip
@@ -73,225 +72,12 @@ def layer_norm(
     return _norm(kernels.layer_norm, "layer_norm", x, weight, bias, eps, residual, False)
 
 
-# ---- rope and the cache --------------------------------------------------------------------------------------------
-
-
-def _rope_table(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Any:
-    streams = positions.ndim
-    fits = cos.shape == sin.shape and 2 * cos.shape[1] * streams <= x.shape[2]
-    tables = cos.dtype == sin.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
-    index = positions.dtype == torch.int32 and positions.is_contiguous() and positions.shape[-1] == x.shape[0]
-    require_arguments(
-        x.ndim == 3 and _rows(x) and fits and tables and index and positions.shape[: streams - 1] in {(), (2,)},
-        "rope", "x (M, H, D), positions (M,) or (2, M) int32, cos and sin (T, R / 2) fp32", x, positions, cos, sin,
-    )  # fmt: skip
-    half = cos.shape[1]
-    return kernels.RopeTable(positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), half, streams, interleaved)
-
-
-def _pool(pool: Pages) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What is stored, and in int8 the scales and the pool to unpack to."""
-    return (pool.codes, pool.scales, pool.unpacked) if isinstance(pool, Int8Pages) else (pool, None, None)
-
-
-def _with_unpacked(pool: Pages) -> Pages:
-    """A pool that prompts can read: int8 with a bf16 pool to unpack to, which is used up by the call if it is new."""
-    if not isinstance(pool, Int8Pages) or pool.unpacked is not None:
-        return pool
-    return replace(pool, unpacked=torch.empty(pool.shape, dtype=torch.bfloat16, device=pool.codes.device))
-
-
-def _paged_cache(
-    op: str, m: int, k_cache: Pages, v_cache: Pages, slots: Tensor, positions: Tensor, tables: Tensor
-) -> Any:
-    (k, *k_int8), (v, *v_int8) = _pool(k_cache), _pool(v_cache)
-    int8 = isinstance(k_cache, Int8Pages) and isinstance(v_cache, Int8Pages)
-    wanted = {torch.int8} if int8 else {torch.float32, torch.bfloat16}
-    scales, unpacked = zip(k_int8, v_int8, strict=True)
-    require_arguments(
-        k.ndim == 4 and k.shape[2] == PAGE and k.shape == v.shape and k.dtype == v.dtype and k.dtype in wanted
-        and k.is_contiguous() and v.is_contiguous() and k.shape[0] > 0
-        and all(t is None or (t.shape == k.shape[:3] and t.dtype == torch.float32 and t.is_contiguous())
-                for t in scales)
-        and all(t is None or (t.shape == k.shape and t.dtype == torch.bfloat16 and t.is_contiguous())
-                for t in unpacked)
-        and vector(slots, m, torch.int32) and vector(positions, m, torch.int32)
-        and tables.ndim == 2 and tables.shape[1] > 0 and tables.dtype == torch.int32 and tables.is_contiguous(),
-        op, f"caches (P, Hkv, {PAGE}, D) fp32, bf16 or both Int8Pages, slots and positions (M,) int32, tables (S, W) "
-        "int32", k, *k_int8, v, *v_int8, slots, positions, tables,
-    )  # fmt: skip
-    (pages, kv_heads, _, head_dim), (slot_count, table_width) = k.shape, tables.shape
-    return kernels.PagedCache(
-        k=k.data_ptr(), v=v.data_ptr(), k_scales=address(scales[0]), v_scales=address(scales[1]),
-        k_unpacked=address(unpacked[0]), v_unpacked=address(unpacked[1]), tables=tables.data_ptr(),
-        slots=slots.data_ptr(), positions=positions.data_ptr(), pages=pages, slot_count=slot_count,
-        table_width=table_width, kv_heads=kv_heads, head_dim=head_dim, dtype=CACHE_DTYPES[k.dtype],
-    )  # fmt: skip
-
-
-def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    table = _rope_table(x, positions, cos, sin, interleaved)
-    m, heads, head_dim = x.shape
-    kernels.rope(x.data_ptr(), x.stride(0), m, heads, head_dim, table, DTYPES[x.dtype], *launch_args())
-    return x
-
-
-def kv_append(
-    k: Tensor, v: Tensor, k_cache: Pages, v_cache: Pages, slots: Tensor, positions: Tensor, tables: Tensor
-) -> None:
-    m = k.shape[0]
-    cache = _paged_cache("kv_append", m, k_cache, v_cache, slots, positions, tables)
-    shape = (m, k_cache.shape[1], k_cache.shape[3])
-    same = k.shape == shape and v.shape == shape and k.dtype == v.dtype
-    require_arguments(same and _rows(k) and _rows(v), "kv_append", f"k and v {shape} of one dtype", k, v)
-    kernels.kv_append(k.data_ptr(), v.data_ptr(), k.stride(0), v.stride(0), m, cache, DTYPES[k.dtype], *launch_args())
-
-
-def rope_append(
-    qkv: Tensor,
-    positions: Tensor,
-    places: Tensor,
-    slots: Tensor,
-    tables: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Pages,
-    v_cache: Pages,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    plus_one: bool,
-    interleaved: bool,
-) -> Tensor:
-    table = _rope_table(qkv, places, cos, sin, interleaved)
-    m, all_heads, head_dim = qkv.shape
-    cache = _paged_cache("rope_append", m, k_cache, v_cache, slots, positions, tables)
-    heads = all_heads - 2 * k_cache.shape[1]
-    fits = heads > 0 and head_dim == k_cache.shape[3] and vector(q_norm, head_dim) and vector(k_norm, head_dim)
-    require_arguments(fits, "rope_append", "qkv (M, H + 2 Hkv, D), norms (D,) fp32", qkv, q_norm, k_norm)
-    kernels.rope_append(
-        qkv.data_ptr(), qkv.stride(0), m, heads, table, cache, address(q_norm), address(k_norm), eps, plus_one,
-        DTYPES[qkv.dtype], *launch_args(),
-    )  # fmt: skip
-    return qkv[:, :heads]
-
-
-# ---- attention -----------------------------------------------------------------------------------------------------
-
-
-AttentionOptions = tuple[float, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-_PLAIN: AttentionOptions = (0.0, None, None, None, None)
-
-
-def _attention_args(
-    q: Tensor,
-    k_cache: Pages,
-    v_cache: Pages,
-    slots: Tensor,
-    positions: Tensor,
-    tables: Tensor,
-    scale: float,
-    window: int,
-    options: AttentionOptions,
-    tiles: Tensor | None,
-) -> tuple[Any, Tensor, object]:
-    """The launchers' argument, the result, and what is to be kept until the launch."""
-    softcap, alibi_slopes, prefix_lengths, starts, mask = options
-    m, heads, head_dim = q.shape
-    if tiles is not None:
-        k_cache, v_cache = (_with_unpacked(pool) for pool in (k_cache, v_cache))
-    cache = _paged_cache("attention", m, k_cache, v_cache, slots, positions, tables)
-    require_arguments(
-        _rows(q) and k_cache.shape[3] == head_dim and heads % k_cache.shape[1] == 0
-        and head_dim % 8 == 0 and head_dim <= 256 and scale > 0,
-        "attention", f"q (M, H, D), D a multiple of 8 up to 256, H a multiple of Hkv; scale {scale} > 0; cache "
-        f"{tuple(k_cache.shape)}", q,
-    )  # fmt: skip
-    fits = mask is None or (mask.ndim == 2 and mask.shape[0] == m and mask.stride(1) == 1)
-    require_arguments(
-        fits and (mask is None or mask.dtype == torch.float32) and vector(alibi_slopes, heads)
-        and vector(prefix_lengths, m, torch.int32) and vector(starts, tables.shape[0], torch.int32),
-        "attention", "alibi_slopes (H,) and mask (M, columns) fp32, prefix_lengths (M,) and starts (S,) int32",
-        alibi_slopes, prefix_lengths, starts, mask,
-    )  # fmt: skip
-    table = tiles is None or (tiles.ndim == 2 and tiles.shape[1] == 2 and tiles.is_contiguous())
-    require_arguments(table and (tiles is None or tiles.dtype == torch.int32), "attention", "tiles (T, 2) int32", tiles)
-    out = torch.empty(m, heads * head_dim, dtype=q.dtype, device=q.device)
-    args = kernels.AttentionArgs(
-        q=q.data_ptr(), out=out.data_ptr(), cache=cache, slopes=address(alibi_slopes),
-        prefix=address(prefix_lengths), starts=address(starts), mask=address(mask), tiles=address(tiles),
-        q_stride=q.stride(0), mask_stride=0 if mask is None else mask.stride(0), rows=m,
-        tile_count=0 if tiles is None else len(tiles), mask_columns=0 if mask is None else mask.shape[1],
-        heads=heads, window=window, scale=scale, softcap=softcap, mma_sync=mma_sync(), dtype=DTYPES[q.dtype],
-    )  # fmt: skip
-    bytes_needed = 0 if tiles is not None else kernels.attention_workspace(args)
-    workspace = torch.empty(bytes_needed, dtype=torch.uint8, device=q.device)
-    args.workspace = workspace.data_ptr()
-    return args, out, (workspace, k_cache, v_cache)
-
-
-def attention(
-    q: Tensor,
-    k_cache: Pages,
-    v_cache: Pages,
-    slots: Tensor,
-    positions: Tensor,
-    tables: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    prefix_lengths: Tensor | None,
-    starts: Tensor | None,
-    mask: Tensor | None,
-    tiles: Tensor | None,
-) -> Tensor:
-    options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
-    args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, options, tiles)
-    (kernels.attention_decode if tiles is None else kernels.attention_prefill)(args, *launch_args())
-    return out
-
-
-def rope_attention(
-    qkv: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    tables: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Pages,
-    v_cache: Pages,
-    scale: float,
-    window: int = 0,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    eps: float = 1e-6,
-    plus_one: bool = False,
-    interleaved: bool = False,
-) -> Tensor:
-    """`rope_append`, then `attention`: (M, H + 2 Hkv, D) -> (M, H * D), with their bits, in one kernel.
-
-    Arguments as in the two; bf16, D 64 or 128, whole heads rotated in halves, cos and sin with a row for every position
-    of a table (else ValueError). Rows have different slots. qkv is undefined afterwards.
-    """
-    q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
-    table = _rope_table(qkv, positions, cos, sin, interleaved)
-    args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, _PLAIN, None)
-    require_arguments(
-        cos.shape[0] >= tables.shape[1] * PAGE and kernels.attention_fuses(args, table)
-        and vector(q_norm, q.shape[2]) and vector(k_norm, q.shape[2]),
-        "rope_attention", "bf16 of D 64 or 128, rotated whole in halves, cos of W * PAGE rows or more, norms (D,)",
-        qkv, cos, q_norm, k_norm,
-    )  # fmt: skip
-    norms = (address(q_norm), address(k_norm), eps, plus_one)
-    kernels.attention_rope(args, table, *norms, *launch_args())
-    return out
+# ---- attention masks -----------------------------------------------------------------------------------------------
 
 
 def _score_planes(op: str, scores: Tensor) -> tuple[int, ...]:
     require_arguments(
-        scores.ndim == 4 and scores.is_contiguous() and _rows(scores), op, "contiguous (B, H, Q, K)", scores
+        scores.ndim == 4 and scores.is_contiguous() and rows(scores), op, "contiguous (B, H, Q, K)", scores
     )
     return tuple(scores.shape)
 
@@ -320,7 +106,7 @@ def alibi_mask(scores: Tensor, slopes: Tensor, value: float) -> Tensor:
 
 def _activate(op: str, x: Tensor, form: str, gated: bool, pairs: bool = False, cap: float = 0.0) -> Tensor:
     require_arguments(
-        x.ndim == 2 and _rows(x) and form in _ACTIVATIONS and x.shape[1] % (16 if pairs else 2 if gated else 1) == 0,
+        x.ndim == 2 and rows(x) and form in _ACTIVATIONS and x.shape[1] % (16 if pairs else 2 if gated else 1) == 0,
         op, f"(M, {'2 I' if gated else 'N'}) fp32 or bf16, I in pairs a multiple of 8, forms {sorted(_ACTIVATIONS)}", x,
     )  # fmt: skip
     m, columns = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
@@ -334,7 +120,7 @@ def _activate(op: str, x: Tensor, form: str, gated: bool, pairs: bool = False, c
 
 def add(x: Tensor, y: Tensor) -> Tensor:
     same = x.ndim == 2 and x.shape == y.shape and x.dtype == y.dtype
-    require_arguments(same and _rows(x) and _rows(y), "add", "x and y (M, N) of one dtype, fp32 or bf16", x, y)
+    require_arguments(same and rows(x) and rows(y), "add", "x and y (M, N) of one dtype, fp32 or bf16", x, y)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     strides = (x.stride(0), y.stride(0))
     kernels.add(x.data_ptr(), y.data_ptr(), out.data_ptr(), *x.shape, *strides, DTYPES[x.dtype], *launch_args())
@@ -406,7 +192,7 @@ def log_softmax(x: Tensor) -> Tensor:
 
 
 def argmax(x: Tensor) -> Tensor:
-    require_arguments(x.ndim == 2 and _rows(x) and x.shape[1] > 0, "argmax", "(M, N) fp32 or bf16, N at least 1", x)
+    require_arguments(x.ndim == 2 and rows(x) and x.shape[1] > 0, "argmax", "(M, N) fp32 or bf16, N at least 1", x)
     y = torch.empty(x.shape[0], dtype=torch.int32, device=x.device)
     kernels.argmax(x.data_ptr(), y.data_ptr(), *x.shape, x.stride(0), DTYPES[x.dtype], *launch_args())
     return y

@@ -113,7 +113,7 @@ def test_command_on_text(data_dir, tmp_path, capsys):
     assert found["tokens"] == count
     assert found["against_ppl"] == pytest.approx(math.exp(loss / count), rel=1e-5)
     assert found["kl_mean"] == pytest.approx(divergence / count, rel=0.01)
-    protocol = dict(ctx=512, stride=511, bos=True, documents=6, device="cpu", dtype="fp32")
+    protocol = dict(ctx=512, stride=511, bos=True, documents=6, device="cpu", dtype="fp32", kv="auto")
     assert found["protocol"] == protocol | dict(activations=24, against_activations=24)
     assert main(["info", "-m", str(tmp_path / "int8")]) == 0
     shown = capsys.readouterr().out
