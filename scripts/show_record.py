@@ -25,8 +25,28 @@ def scheme(row: dict[str, Any]) -> str:
     return f"int{row['bits']} {'per row' if row['group_size'] == -1 else 'groups of ' + str(row['group_size'])}"
 
 
-def gpu(rows: Sequence[dict[str, Any]]) -> str:
-    """Decode at batch 1 and depth 0, decode elsewhere, prefill, many requests of different lengths."""
+def beside(row: dict[str, Any], peers: Sequence[dict[str, Any]]) -> str:
+    """What vLLM's formats reached in the same run, with the load of a row of ours."""
+    if row["shape"] != "llama-3-8b":
+        return ""
+    if row.get("load") == "mixed":
+        wanted = ("mixed", row["requests"])
+    elif (row["depth"], row["prompt_tokens"]) == (0, 128):
+        wanted = ("decode", row["batch"])
+    else:
+        wanted = ("prefill" if (row["depth"], row["prompt_tokens"]) == (0, 2048) else "", row["batch"])
+    found = {p["quant"]: p["tok_s"] for p in peers if (p["test"], p["batch"]) == wanted and p["tree"] == row["tree"]}
+    return " / ".join(f"{found[quant]:,.0f}" if quant in found else "-" for quant in PEER_FORMATS) if found else ""
+
+
+PEER_FORMATS = ("int4", "fp8")
+
+
+def gpu(rows: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]] = ()) -> str:
+    """Decode at batch 1 and depth 0, decode elsewhere, prefill, many requests of different lengths.
+
+    peers  vLLM's rows, which get a column: decode where a row of ours decodes, else prefill
+    """
     cells = []
     for row in rows:
         weights = scheme(row) + (", 8-bit activations" if row.get("activations") == 8 else "")
@@ -40,7 +60,18 @@ def gpu(rows: Sequence[dict[str, Any]]) -> str:
         prefill = f"{row['prefill_tok_s']['mean']:,.0f}"
         bandwidth = f"{row['achieved_gb_s']:,.0f} GB/s" if decode else ""
         cells.append([row["shape"], weights, load, decode, bandwidth, prefill])
-    return table(["shape", "weights", "load", "decode tok/s", "memory traffic", "prefill tok/s"], cells)
+    header = ["shape", "weights", "load", "decode tok/s", "memory traffic", "prefill tok/s"]
+    if peers:
+        header.append(f"vLLM {peers[0]['version']} {' / '.join(PEER_FORMATS)}")
+        cells = [[*cell, beside(row, peers)] for cell, row in zip(cells, rows, strict=True)]
+    return table(header, cells)
+
+
+def vllm(rows: Sequence[dict[str, Any]]) -> str:
+    """vLLM's rows, also those that stand beside none of ours."""
+    names = [" ".join((row["engine"], row["version"], row["quant"])) for row in rows]
+    cells = [[n, r["test"], f"{r['batch']}", f"{r['tok_s']:,.0f}"] for n, r in zip(names, rows, strict=True)]
+    return table(["engine", "test", "sequences", "tok/s"], cells)
 
 
 def latency(rows: Sequence[dict[str, Any]]) -> str:
@@ -58,6 +89,25 @@ def latency(rows: Sequence[dict[str, Any]]) -> str:
             both = f"{row['tok_s']:,.0f} tok/s, greedy {row['greedy_tok_s']:,.0f}"
             cells.append([f"{row['batch']} requests with top-p", both])
     return table(["what a user waits for", ""], cells)
+
+
+def serve(rows: Sequence[dict[str, Any]]) -> str:
+    """The server beside the engine without it."""
+    cells = []
+    for r in rows:
+        match r["test"]:
+            case "ready":
+                text = f"{r['ready_s']:.2f} s, `import torch` alone {r['import_torch_s']:.2f} s"
+            case "first token":
+                text = f"{r['http_ms']:.2f} ms, the engine's own {r['engine_ms']:.2f} ms"
+            case "mixed":
+                text = f"{r['http_tok_s']:,.0f} tok/s, the engine alone {r['engine_tok_s']:,.0f}: {r['cost']:.1%} less"
+            case _:
+                text = f"{r['requests_s']:.1f} requests/s, {r['output_tokens_s']:,.0f} tok/s; between two tokens "
+                text += f"{r['itl_p50_ms']:.2f} ms (p50), {r['itl_p99_ms']:.2f} ms (p99)"
+        kind = {"whole": ", whole answers", "streams": ", streams"}.get(r.get("kind", ""), "")
+        cells.append([r["model"], r["test"] + kind, text])
+    return table(["model", "test", ""], cells)
 
 
 def cpu(rows: Sequence[dict[str, Any]]) -> str:
@@ -153,13 +203,21 @@ def quality(rows: Sequence[dict[str, Any]]) -> str:
     return f"The source's perplexity is {first['source_ppl']:.3f}.\n\n" + table(header, cells)
 
 
+def recorded(name: str) -> list[dict[str, Any]]:
+    """The rows of a record, none where there is no such file."""
+    path = ROOT / name
+    return json.loads(path.read_text()) if path.exists() else []
+
+
 RECORDS: dict[str, Callable[[Any], str]] = {
     "cpu/peers.json": cpu,
     "cpu/footprint.json": footprint,
     "cpu/avx2.json": kernels,
     "quality.json": quality,
-    "h200/e2e.json": gpu,
+    "h200/e2e.json": lambda rows: gpu(rows, recorded("h200/peers.json")),
+    "h200/peers.json": vllm,
     "h200/latency.json": latency,
+    "h200/serve.json": serve,
     "h200/tests.json": checks,
     "h200/ops.json": limits,
     "h200/load.json": loads,
