@@ -110,6 +110,23 @@ def serve(rows: Sequence[dict[str, Any]]) -> str:
     return table(["model", "test", ""], cells)
 
 
+def conversions(rows: Sequence[dict[str, Any]]) -> str:
+    """Calibrated conversions: time, memory, and what became of killed ones."""
+    cells = []
+    for r in rows:
+        start = [f"{r['shape']}, {r['layers']} layers", f"{r['method']}, {r['format']}"]
+        if r["test"] == "resume":
+            same = "identical" if r["identical"] else "NOT identical"
+            cells.append([*start, f"killed after {r['killed_after_tensors']} tensors, resumed: {same}", "", ""])
+            continue
+        seconds = "no layer was done twice" if r["whole_s"] is None else f"{r['whole_s']:.0f} s"
+        seconds += f", extrapolated from {r['layers_done']} layers" if r["extrapolated"] else ""
+        device = f"{r['device_bytes'] / 1e9:.1f} GB" if "device_bytes" in r else ""
+        memory = f"{r['host_VmRSS_bytes'] / 1e9:.1f} GB ({r['host_RssAnon_bytes'] / 1e9:.1f} GB of it anonymous)"
+        cells.append([*start, seconds, memory, device])
+    return table(["checkpoint", "conversion", "time", "host memory", "device memory"], cells)
+
+
 def cpu(rows: Sequence[dict[str, Any]]) -> str:
     """Ratios against both peers, taken in one alternating run."""
     cells: dict[tuple[Any, ...], list[str]] = {}
@@ -218,6 +235,7 @@ RECORDS: dict[str, Callable[[Any], str]] = {
     "h200/peers.json": vllm,
     "h200/latency.json": latency,
     "h200/serve.json": serve,
+    "h200/convert.json": conversions,
     "h200/tests.json": checks,
     "h200/ops.json": limits,
     "h200/load.json": loads,
