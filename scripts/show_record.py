@@ -127,6 +127,15 @@ def conversions(rows: Sequence[dict[str, Any]]) -> str:
     return table(["checkpoint", "conversion", "time", "host memory", "device memory"], cells)
 
 
+def folders(rows: Sequence[dict[str, Any]]) -> str:
+    """Log-probabilities of converted folders, vLLM's and ours."""
+    cells = []
+    for row in rows:
+        same = f"{row['mean']:.4f} (at most {row['most']:.4f})" if row["opened"] else "not opened"
+        cells.append([row["folder"], f"{row['tokens']}", same])
+    return table(["folder", "tokens", "mean difference from vLLM, nats"], cells)
+
+
 def cpu(rows: Sequence[dict[str, Any]]) -> str:
     """Ratios against both peers, taken in one alternating run."""
     cells: dict[tuple[Any, ...], list[str]] = {}
@@ -236,6 +245,7 @@ RECORDS: dict[str, Callable[[Any], str]] = {
     "h200/latency.json": latency,
     "h200/serve.json": serve,
     "h200/convert.json": conversions,
+    "h200/vllm_folders.json": folders,
     "h200/tests.json": checks,
     "h200/ops.json": limits,
     "h200/load.json": loads,
