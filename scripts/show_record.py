@@ -179,10 +179,24 @@ def kernels(record: dict[str, Any]) -> str:
 def checks(record: dict[str, Any]) -> str:
     """Tests, and what the sanitizers found."""
     cells = [["GPU tests", f"{record['passed']} passed, {record['failed']} failed, {record['skipped']} skipped"]]
+    if cards := record.get("cards"):
+        shown = f"{cards['passed']} passed, {cards['failed']} failed, {cards['skipped']} skipped"
+        cells.append(["tests of two cards, alone", shown])
     for tool, text in record["sanitizer"].items():
         found = sum(int(count) for count in re.findall(r"SUMMARY: (\d+) ", text))
         cells.append([tool, f"{text.split()[0]} cases, {found} findings"])
     return table(["check", "result"], cells)
+
+
+def wheel(record: dict[str, Any]) -> str:
+    """The wheel for machines without compilers, and the tests that ran from one on a GPU."""
+    sizes = f"{record['wheel_bytes'] / 1e6:.0f} MB, {record['installed_bytes'] / 1e6:.0f} MB installed"
+    built = f"{record['build_cpu_seconds'] / 60:.0f} minutes of processor time"
+    cells = [["size", sizes], ["built in", built], ["demo", record["demo"]]]
+    if tests := record.get("gpu_tests"):
+        counts = f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
+        cells.append([f"GPU tests from {tests['wheel']}, {tests['wheel_bytes'] / 1e6:.0f} MB", counts])
+    return table([record["wheel"], ""], cells)
 
 
 def limits(rows: Sequence[dict[str, Any]]) -> str:
@@ -240,6 +254,7 @@ RECORDS: dict[str, Callable[[Any], str]] = {
     "cpu/footprint.json": footprint,
     "cpu/avx2.json": kernels,
     "quality.json": quality,
+    "wheel.json": wheel,
     "h200/e2e.json": lambda rows: gpu(rows, recorded("h200/peers.json")),
     "h200/peers.json": vllm,
     "h200/latency.json": latency,
@@ -258,7 +273,8 @@ def main() -> None:
         if path.exists():
             record = json.loads(path.read_text())
             facts = record if isinstance(record, dict) else record[0]
-            print(f"{name}, measured on {facts.get('tree') or facts.get('commit')}\n\n{show(record)}\n")
+            tree = next(facts[key] for key in ("tree", "commit", "csrc") if facts.get(key))
+            print(f"{name}, measured on {tree}\n\n{show(record)}\n")
 
 
 if __name__ == "__main__":
