@@ -73,7 +73,8 @@ def our_logprobs(folder: Path, ids: list[int], device: str) -> torch.Tensor:
 def their_logprobs(folder: Path, ids: list[int], site: str, card: str, limit: float) -> torch.Tensor | str:
     """The same by vLLM, or why not."""
     paths = os.pathsep.join([site, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": card}
+    places = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": card, "VLLM_CACHE_ROOT": str(folder.parent / "cache")}
+    environment = os.environ | ENVIRONMENT | places
     command = [sys.executable, str(READER), str(folder), site]
     try:
         result = subprocess.run(

@@ -26,7 +26,7 @@ def main() -> None:
         dtype="bfloat16",
         max_model_len=len(ids) + 8,
         max_num_seqs=4,
-        gpu_memory_utilization=0.2,
+        gpu_memory_utilization=0.1,
         enforce_eager=True,
         attention_backend="FLASH_ATTN",
     )
