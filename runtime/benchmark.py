@@ -84,12 +84,17 @@ def measure(
         engine.close()
 
 
+def mixed_lengths(requests: int) -> list[tuple[int, int]]:
+    """Tokens of the prompt and of the output of each request of the mixed load."""
+    draw = random.Random(0)
+    return [(draw.randint(64, 1024), draw.randint(64, 512)) for _ in range(requests)]
+
+
 def measure_mixed(runner: Runner, pages: int | None = None, requests: int = 256, repeats: int = 3) -> Mixed:
     """Prompts of 64 to 1,024 tokens with outputs of 64 to 512, drawn with seed 0, entered at once; after a run that
     does not count. `runner` has a capacity of at least MIXED_CONTEXT, and nothing reserved.
     """
-    draw = random.Random(0)
-    lengths = [(draw.randint(64, 1024), draw.randint(64, 512)) for _ in range(requests)]
+    lengths = mixed_lengths(requests)
     pages = sum(page_count(sum(both)) for both in lengths) if pages is None else pages
     vocab_size, device = runner.model.config.vocab_size, runner.device
     ids = prompts(Load(1024, batch=requests), vocab_size)

@@ -36,10 +36,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 import nibblelm
 from nibblelm import _cpu, ops
+from nibblelm.checkpoint.writer import FolderWriter, OutputTensor, plan_files
 from nibblelm.models import tensor_plan
 from nibblelm.shapes import SHAPES
 
@@ -69,17 +69,20 @@ def appearing(folder: Path) -> Iterator[Path]:
     partial.rename(folder)
 
 
-def make_checkpoint(raw: dict[str, Any], folder: Path, device: str = "cpu") -> None:
-    """config.json and one bf16 file: Gaussian weights that keep the size of activations, biases of 0.1, gains of 1."""
-    generator, tensors = torch.Generator(device).manual_seed(0), {}
-    for spec in tensor_plan(raw):
-        value = torch.randn(spec.shape, generator=generator, device=device)
-        if spec.kind == "vector":
-            value = value * 0.1 + ("norm" in spec.name)
-        elif spec.kind != "embedding":
-            value *= spec.shape[1] ** -0.5
-        tensors[spec.name] = value.bfloat16().cpu()
-    save_file(tensors, folder / "model.safetensors")
+def make_checkpoint(raw: dict[str, Any], folder: Path, device: str = "cpu", max_shard: int = 1 << 40) -> None:
+    """config.json and bf16 files of at most `max_shard` bytes: Gaussian weights that keep the size of activations,
+    biases of 0.1, gains of 1."""
+    generator, specs = torch.Generator(device).manual_seed(0), tensor_plan(raw)
+    outputs = [[OutputTensor(spec.name, torch.bfloat16, spec.shape)] for spec in specs]
+    with FolderWriter(folder, plan_files(outputs, max_shard)) as writer:
+        for spec in specs:
+            value = torch.randn(spec.shape, generator=generator, device=device)
+            if spec.kind == "vector":
+                value = value * 0.1 + ("norm" in spec.name)
+            elif spec.kind != "embedding":
+                value *= spec.shape[1] ** -0.5
+            writer.write(spec.name, 0, value.bfloat16().cpu())
+        writer.finish()
     (folder / "config.json").write_text(json.dumps(raw))
 
 

@@ -76,13 +76,15 @@ def _write_gaussian(writer: FolderWriter, spec: TensorSpec, pool: torch.Tensor, 
 
 
 def memory_of(process: int) -> dict[str, int]:
-    """RssAnon and VmRSS of a running process in bytes, {} once it is gone."""
+    """Resident memory of a running process and its parts in bytes, {} once it is gone."""
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
         return {}
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    return {key: int(fields[key].split()[0]) * 1024 for key in ("RssAnon", "VmRSS") if key in fields}
+    return {
+        key: int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "RssAnon", "RssFile", "RssShmem") if key in fields
+    }
 
 
 def run_measured(command: list[str]) -> tuple[dict[str, int], float]:

@@ -2,12 +2,17 @@
 # Build, test and measure on a machine with an NVIDIA GPU, and write the record.
 #
 #   scripts/gpu_check.sh --trees                  where git is: the tree hashes to pass on; refuses a dirty tree
-#   scripts/gpu_check.sh --tree HASHES [PART...]  there: run the parts (default all), each within ten minutes
-#   scripts/gpu_check.sh --stale [DIR]            where git is: what changed since the record in DIR
+#   scripts/gpu_check.sh --tree HASHES [PART...]  there: run the parts, each within ten minutes
+#   scripts/gpu_check.sh --stale [DIR]            where git is: what changed since the records in DIR
 #
-# Parts: build tests memcheck racecheck ops e2e latency load record. Results collect in out/gpu_check/ until `record` writes
-# benchmarks/h200/{ops,e2e,latency,load,tests}.json (or --record DIR). HASHES is "csrc=... runtime=... models=...". After
-# `build`, parts may run side by side on different cards (CUDA_VISIBLE_DEVICES), but not two that measure.
+# Parts: build tests memcheck racecheck ops e2e latency load serve convert record, which are the default, and
+#   cards                on a machine with two: nothing of one is on the other
+#   peers, vllm-folders  need --vllm DIR, with run_vllm.py and vLLM's site.tar.xz
+#   wheel                the tests again, from --wheel FILE or else from one for all cards that is built there
+# Results collect in out/gpu_check/ until `record` writes them to benchmarks/h200/*.json (or --record DIR) and
+# benchmarks/wheel.json. HASHES is "csrc=... runtime=... models=...". A part that fails does not keep the next from
+# running; with --limit S all end after S seconds, and what was measured by then stays. After `build`, parts may run
+# side by side on different cards (CUDA_VISIBLE_DEVICES), but not two that measure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,6 +22,9 @@ state=out/gpu_check
 site=$state/site
 python=python3
 tree=
+vllm=
+wheel=
+limit=86400
 failed=0
 
 trees() {
@@ -32,7 +40,7 @@ print_trees() {
   trees && echo
 }
 
-stale() {
+stale() {  # folder by folder for the tests, then which other records are of another tree
   local recorded changed=0
   recorded=$($python -c "import json,sys; print(json.load(open(sys.argv[1]))['tree'])" "$1/tests.json")
   for pair in $recorded; do
@@ -43,7 +51,30 @@ stale() {
       git diff --stat "$hash" "HEAD:$folder" || echo "  (the recorded tree $hash is not in this repository)"
     fi
   done
+  $python - "$(trees)" "$1"/*.json << 'PYTHON' || changed=1
+import json, sys
+from pathlib import Path
+
+tree, *paths = sys.argv[1:]
+old = 0
+for path in map(Path, paths):
+    rows = record if isinstance(record := json.loads(path.read_text()), list) else [record]
+    if count := sum(row["tree"] != tree for row in rows):
+        old = 1
+        print(f"{path.name}: {count} of {len(rows)} rows are of another tree")
+sys.exit(old)
+PYTHON
   [[ $changed == 1 ]] || echo "the record in $1 is of this tree"
+}
+
+left() {  # seconds for a script that ends by itself: of all parts, at most of ten minutes
+  local all=$((limit - SECONDS - 10))
+  echo $((all > 580 ? 580 : all > 1 ? all : 1))
+}
+
+bounded() {  # a command, until the time of all parts is up
+  local all=$((limit - SECONDS))
+  timeout --kill-after=10 $((all > 1 ? all : 1)) "$@"
 }
 
 build() {  # for the card that is present, into a folder of its own
@@ -53,12 +84,67 @@ build() {  # for the card that is present, into a folder of its own
   $python -c "from nibblelm.ops import cuda; cuda.require(); print(cuda.available()[1])"
 }
 
-run_tests() {
-  local status=0 files  # those of the server need packages that have no business on a card
+run_tests() {  # $1: name of the result
+  local files  # those of the server need packages that have no business on a card
   mapfile -t files < <(grep -rlE "mark\.(gpu|sanitize)" tests --include="test_*.py")
-  OMP_NUM_THREADS=2 $python -m pytest -q -n $(($(nproc) / 2)) -p no:cacheprovider -m gpu --junitxml="$state/tests.xml" \
-    "${files[@]}" || status=$?
-  [[ $status -le 1 ]] # anything above is not a result
+  OMP_NUM_THREADS=2 bounded $python -m pytest -q -n $(($(nproc) / 2)) -p no:cacheprovider -m gpu \
+    --junitxml="$state/$1.xml" "${files[@]}"
+}
+
+cards() {  # alone, since the driver counts what all processes take
+  bounded $python -m pytest -q -p no:cacheprovider -m gpu -k card --junitxml="$state/cards.xml" \
+    tests/engine/test_cuda_engine.py
+}
+
+from_wheel() {  # the tests from a fresh folder with nothing but the wheel in it
+  if [[ -z $wheel ]]; then
+    rm -rf "$state/dist"
+    NVCC_APPEND_FLAGS=--threads=4 bounded $python -m pip wheel -q --no-build-isolation --no-deps --no-index \
+      --wheel-dir "$state/dist" . -C cmake.define.NIBBLELM_CUDA=ON -C build-dir="$PWD/$state/wheel-build"
+    wheel=$(ls "$state"/dist/*.whl)
+  fi
+  rm -rf "$state/wheel-site"
+  $python -m pip install -q --no-deps --no-index --target "$state/wheel-site" "$wheel"
+  stat --printf '%n %s' "$wheel" > "$state/wheel.txt"
+  PYTHONPATH=${PYTHONPATH/$site/$state/wheel-site} run_tests wheel
+}
+
+need_vllm() {
+  if [[ ! -f $vllm/run_vllm.py ]]; then
+    echo "gpu_check: '$vllm' has no run_vllm.py; pass --vllm DIR" >&2
+    return 2
+  fi
+  [[ -d $state/vllm ]] || { mkdir -p "$state/vllm.partial" && tar xJf "$vllm/site.tar.xz" -C "$state/vllm.partial" &&
+    mv "$state/vllm.partial" "$state/vllm"; }
+}
+
+peers() {
+  need_vllm
+  bounded $python scripts/bench_gpu_peers.py --runner "$vllm/run_vllm.py" --site "$state/vllm" \
+    --work "$state/peers" --limit $(($(left) / 2)) --json "$state/peers.json" --tree "$tree"
+}
+
+vllm_folders() {
+  need_vllm
+  bounded $python scripts/check_vllm.py --site "$state/vllm" --work "$state/vllm-folders" \
+    --limit "$(left)" --json "$state/vllm_folders.json" --tree "$tree"
+}
+
+# Three runs, each on a card of its own as far as there are some: time of either method, and resuming
+convert() {
+  local count jobs job card=0 pids=() status=0
+  count=$($python -c "import torch; print(torch.cuda.device_count())")
+  jobs=("--method gptq --resume-layers 0" "--method awq" "--method gptq --layers 0")
+  for job in "${jobs[@]}"; do
+    [[ $card -lt $count ]] || { wait "${pids[0]}" || status=1; pids=("${pids[@]:1}"); }
+    # shellcheck disable=SC2086  # words of their own
+    bounded $python scripts/bench_convert.py $job --device "cuda:$((card % count))" --work "$state/convert-$card" \
+      --limit "$(left)" --json "$state/convert.json" --tree "$tree" &
+    pids+=($!)
+    card=$((card + 1))
+  done
+  for job in "${pids[@]}"; do wait "$job" || status=1; done
+  return $status
 }
 
 # $1: tool, over this project's kernels (torch's reductions have what racecheck calls hazards), in several processes
@@ -82,21 +168,23 @@ sanitize() {
   } | tr '\n' ' ' > "$state/$1.txt"
   echo "$1: $(cat "$state/$1.txt")"
   if [[ $status != 0 ]]; then  # which places, most hazards first: the summaries alone do not say
-    failed=1
     grep -hE "(Error|Warning): |Invalid|Uninit" "$logs"/*.log | sed -E 's/0x[0-9a-f]+/0x/g; s/\[[0-9]+ hazards\]//' |
       sort | uniq -c | sort -rn | head -40 | tee "$state/$1.places.txt"
   fi
+  return "$status"
 }
 
-bench() {  # shape, bits and group size; the rest: options
+bench() {  # shape, bits and group size; the rest: options. One that fails does not lose the others
   local shape=$1 bits=$2 group=$3
   shift 3
-  $python -c "import sys; from nibblelm.cli import main; sys.exit(main())" bench --random-weights --device cuda --json \
-    --shape "$shape" --bits "$bits" --group-size "$group" "$@" | tee -a "$state/e2e.jsonl" | cut -c1-330
+  bounded $python -m nibblelm bench --random-weights --device cuda --json \
+    --shape "$shape" --bits "$bits" --group-size "$group" "$@" | tee -a "$state/e2e.jsonl" | cut -c1-330 ||
+    { echo "bench $shape $bits $group: failed" && lost=1; }
 }
 
 e2e() {  # decode at batch 1; batches, long contexts and prefill where the weights are made anyway
   rm -f "$state/e2e.jsonl"
+  local lost=0
   local once=(--prompt-tokens 128 --gen-tokens 256)
   bench llama-3-8b 4 -1 --prompt-tokens 128 128 128 128 128 128 128 128 128 128 2048 64 32768 \
     --gen-tokens 256 256 256 256 256 256 256 256 256 256 16 16 16 --batch 1 4 8 16 32 64 128 256 1 1 1 1 1 \
@@ -110,6 +198,7 @@ e2e() {  # decode at batch 1; batches, long contexts and prefill where the weigh
   bench llama-3-8b 16 -1 "${once[@]}"
   for bits in 4 8 16; do bench llama-3.2-1b $bits -1 "${once[@]}"; done
   for shape in gpt-neox-6.9b gemma2-9b llama-3-70b; do bench $shape 4 -1 "${once[@]}"; done
+  return $lost
 }
 
 write_record() {
@@ -121,30 +210,45 @@ from pathlib import Path
 import torch
 
 state, record, tree = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-suites = list(xml.parse(state / "tests.xml").getroot().iter("testsuite"))
-count = {key: sum(int(s.get(key, 0)) for s in suites) for key in ("tests", "failures", "errors", "skipped")}
-failed = count["failures"] + count["errors"]
+
+
+def counted(path):
+    suites = list(xml.parse(path).getroot().iter("testsuite"))
+    count = {key: sum(int(s.get(key, 0)) for s in suites) for key in ("tests", "failures", "errors", "skipped")}
+    failed = count["failures"] + count["errors"]
+    return {"passed": count["tests"] - failed - count["skipped"], "failed": failed, "skipped": count["skipped"]}
+
+
 driver = subprocess.run(
     ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
 ).stdout.strip()
 summary = {
-    "passed": count["tests"] - failed - count["skipped"],
-    "failed": failed,
-    "skipped": count["skipped"],
+    **(counted(state / "tests.xml") if (state / "tests.xml").exists() else {}),
     "tree": tree,
     "versions": {"gpu and driver": driver, "torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
     "sanitizer": {p.stem: p.read_text().strip() for p in sorted(state.glob("*check.txt"))},
 }
-(record / "tests.json").write_text(json.dumps(summary, indent=1) + "\n")
+path = record / "tests.json"
+if "passed" not in summary and path.exists():  # an earlier run's stays, with its tree
+    summary = json.loads(path.read_text())
+if (state / "cards.xml").exists():
+    summary["cards"] = {**counted(state / "cards.xml"), "tree": tree}
+path.write_text(json.dumps(summary, indent=1) + "\n")
+if (state / "wheel.xml").exists():
+    path = record.parent / "wheel.json"
+    name, size = (state / "wheel.txt").read_text().split()
+    tests = {"wheel": Path(name).name, "wheel_bytes": int(size), **counted(state / "wheel.xml"), "gpu": driver, "tree": tree}
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, "gpu_tests": tests}, indent=1) + "\n")
 results = {}
 if (state / "e2e.jsonl").exists():
     results["e2e"] = [json.loads(line) for line in (state / "e2e.jsonl").open()]
-for name in ("ops", "latency", "load"):
+for name in ("ops", "latency", "load", "peers", "serve", "convert", "vllm_folders"):
     if (state / f"{name}.json").exists():
         results[name] = json.loads((state / f"{name}.json").read_text())
 for name, rows in results.items():
     if rows:
-        (record / f"{name}.json").write_text(json.dumps([{**row, "tree": tree} for row in rows], indent=1) + "\n")
+        (record / f"{name}.json").write_text(json.dumps([{**row, "tree": row.get("tree") or tree} for row in rows], indent=1) + "\n")
 print(json.dumps(summary, indent=1))
 PYTHON
 }
@@ -156,8 +260,12 @@ while [[ $# -gt 0 ]]; do
     --stale) stale "${2:-$record}"; exit ;;
     --tree) tree=$2; shift 2 ;;
     --record) record=$2; shift 2 ;;
-    build | tests | memcheck | racecheck | ops | e2e | latency | load | record) parts+=("$1"); shift ;;
-    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,10p" "$0" >&2; exit 2 ;;
+    --vllm) vllm=$2; shift 2 ;;
+    --wheel) wheel=$2; shift 2 ;;
+    --limit) limit=$2; shift 2 ;;
+    build | tests | memcheck | racecheck | ops | e2e | latency | load | serve | convert | record) parts+=("$1"); shift ;;
+    cards | peers | vllm-folders | wheel) parts+=("$1"); shift ;;
+    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,18p" "$0" >&2; exit 2 ;;
   esac
 done
 for folder in "${folders[@]}"; do
@@ -166,20 +274,40 @@ for folder in "${folders[@]}"; do
     exit 2
   fi
 done
-[[ ${#parts[@]} -gt 0 ]] || parts=(build tests memcheck racecheck ops e2e latency load record)
+[[ ${#parts[@]} -gt 0 ]] || parts=(build tests memcheck racecheck ops e2e latency load serve convert record)
 mkdir -p "$state"
-PYTHONPATH=$PWD/$site
-export PYTHONPATH PYTHONUNBUFFERED=1
-for part in "${parts[@]}"; do
-  echo "== $part"
-  case $part in
-    tests) run_tests ;;
-    memcheck | racecheck) sanitize "$part" tests/ops ;;
-    ops) $python scripts/bench_ops.py --quick --json "$state/ops.json" --tree "$tree" ;;
-    latency) $python scripts/bench_latency.py --json "$state/latency.json" --tree "$tree" ;;
-    load) $python scripts/bench_load.py --json "$state/load.json" --tree "$tree" ;;
+export PYTHONPATH=$PWD/$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+
+run_part() {
+  case $1 in
+    tests) run_tests tests ;;
+    memcheck | racecheck) sanitize "$1" tests/ops ;;
+    ops) bounded $python scripts/bench_ops.py --quick --json "$state/ops.json" --tree "$tree" ;;
+    latency) bounded $python scripts/bench_latency.py --json "$state/latency.json" --tree "$tree" ;;
+    load) bounded $python scripts/bench_load.py --json "$state/load.json" --tree "$tree" ;;
+    serve)
+      bounded $python scripts/bench_serve.py --work "$state/serve" --limit "$(left)" --json "$state/serve.json" \
+        --tree "$tree" ;;
+    vllm-folders) vllm_folders ;;
+    wheel) from_wheel ;;
     record) write_record ;;
-    *) $part ;;
+    *) $1 ;;
   esac
+}
+
+for part in "${parts[@]}"; do
+  if [[ $SECONDS -ge $limit && $part != record ]]; then
+    echo "== $part: not run, $SECONDS of $limit seconds are over"
+    failed=1
+    continue
+  fi
+  echo "== $part"
+  begun=$SECONDS status=0
+  set +e
+  (set -e; run_part "$part")
+  status=$?
+  set -e
+  echo "== $part: $((SECONDS - begun)) s$([[ $status == 0 ]] || echo ", exit code $status")"
+  [[ $status == 0 ]] || failed=1
 done
 exit $failed

@@ -25,8 +25,28 @@ def scheme(row: dict[str, Any]) -> str:
     return f"int{row['bits']} {'per row' if row['group_size'] == -1 else 'groups of ' + str(row['group_size'])}"
 
 
-def gpu(rows: Sequence[dict[str, Any]]) -> str:
-    """Decode at batch 1 and depth 0, decode elsewhere, prefill, many requests of different lengths."""
+def beside(row: dict[str, Any], peers: Sequence[dict[str, Any]]) -> str:
+    """What vLLM's formats reached in the same run, with the load of a row of ours."""
+    if row["shape"] != "llama-3-8b":
+        return ""
+    if row.get("load") == "mixed":
+        wanted = ("mixed", row["requests"])
+    elif (row["depth"], row["prompt_tokens"]) == (0, 128):
+        wanted = ("decode", row["batch"])
+    else:
+        wanted = ("prefill" if (row["depth"], row["prompt_tokens"]) == (0, 2048) else "", row["batch"])
+    found = {p["quant"]: p["tok_s"] for p in peers if (p["test"], p["batch"]) == wanted and p["tree"] == row["tree"]}
+    return " / ".join(f"{found[quant]:,.0f}" if quant in found else "-" for quant in PEER_FORMATS) if found else ""
+
+
+PEER_FORMATS = ("int4", "fp8")
+
+
+def gpu(rows: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]] = ()) -> str:
+    """Decode at batch 1 and depth 0, decode elsewhere, prefill, many requests of different lengths.
+
+    peers  vLLM's rows, which get a column: decode where a row of ours decodes, else prefill
+    """
     cells = []
     for row in rows:
         weights = scheme(row) + (", 8-bit activations" if row.get("activations") == 8 else "")
@@ -41,7 +61,18 @@ def gpu(rows: Sequence[dict[str, Any]]) -> str:
         prefill = f"{row['prefill_tok_s']['mean']:,.0f}"
         bandwidth = f"{row['achieved_gb_s']:,.0f} GB/s" if decode else ""
         cells.append([row["shape"], weights, load, decode, bandwidth, prefill])
-    return table(["shape", "weights", "load", "decode tok/s", "memory traffic", "prefill tok/s"], cells)
+    header = ["shape", "weights", "load", "decode tok/s", "memory traffic", "prefill tok/s"]
+    if peers:
+        header.append(f"vLLM {peers[0]['version']} {' / '.join(PEER_FORMATS)}")
+        cells = [[*cell, beside(row, peers)] for cell, row in zip(cells, rows, strict=True)]
+    return table(header, cells)
+
+
+def vllm(rows: Sequence[dict[str, Any]]) -> str:
+    """vLLM's rows, also those that stand beside none of ours."""
+    names = [" ".join((row["engine"], row["version"], row["quant"])) for row in rows]
+    cells = [[n, r["test"], f"{r['batch']}", f"{r['tok_s']:,.0f}"] for n, r in zip(names, rows, strict=True)]
+    return table(["engine", "test", "sequences", "tok/s"], cells)
 
 
 def latency(rows: Sequence[dict[str, Any]]) -> str:
@@ -59,6 +90,51 @@ def latency(rows: Sequence[dict[str, Any]]) -> str:
             both = f"{row['tok_s']:,.0f} tok/s, greedy {row['greedy_tok_s']:,.0f}"
             cells.append([f"{row['batch']} requests with top-p", both])
     return table(["what a user waits for", ""], cells)
+
+
+def serve(rows: Sequence[dict[str, Any]]) -> str:
+    """The server beside the engine without it."""
+    cells = []
+    for r in rows:
+        match r["test"]:
+            case "ready":
+                text = f"{r['ready_s']:.2f} s, `import torch` alone {r['import_torch_s']:.2f} s"
+            case "first token":
+                text = f"{r['http_ms']:.2f} ms, the engine's own {r['engine_ms']:.2f} ms"
+            case "mixed":
+                text = f"{r['http_tok_s']:,.0f} tok/s, the engine alone {r['engine_tok_s']:,.0f}: {r['cost']:.1%} less"
+            case _:
+                text = f"{r['requests_s']:.1f} requests/s, {r['output_tokens_s']:,.0f} tok/s; between two tokens "
+                text += f"{r['itl_p50_ms']:.2f} ms (p50), {r['itl_p99_ms']:.2f} ms (p99)"
+        kind = {"whole": ", whole answers", "streams": ", streams"}.get(r.get("kind", ""), "")
+        cells.append([r["model"], r["test"] + kind, text])
+    return table(["model", "test", ""], cells)
+
+
+def conversions(rows: Sequence[dict[str, Any]]) -> str:
+    """Calibrated conversions: time, memory, and what became of killed ones."""
+    cells = []
+    for r in rows:
+        start = [f"{r['shape']}, {r['layers']} layers", f"{r['method']}, {r['format']}"]
+        if r["test"] == "resume":
+            same = "identical" if r["identical"] else "NOT identical"
+            cells.append([*start, f"killed after {r['killed_after_tensors']} tensors, resumed: {same}", "", ""])
+            continue
+        seconds = "no layer was done twice" if r["whole_s"] is None else f"{r['whole_s']:.0f} s"
+        seconds += f", extrapolated from {r['layers_done']} layers" if r["extrapolated"] else ""
+        device = f"{r['device_bytes'] / 1e9:.1f} GB" if "device_bytes" in r else ""
+        memory = f"{r['host_VmRSS_bytes'] / 1e9:.1f} GB ({r['host_RssAnon_bytes'] / 1e9:.1f} GB of it anonymous)"
+        cells.append([*start, seconds, memory, device])
+    return table(["checkpoint", "conversion", "time", "host memory", "device memory"], cells)
+
+
+def folders(rows: Sequence[dict[str, Any]]) -> str:
+    """Log-probabilities of converted folders, vLLM's and ours."""
+    cells = []
+    for row in rows:
+        same = f"{row['mean']:.4f} (at most {row['most']:.4f})" if row["opened"] else "not opened"
+        cells.append([row["folder"], f"{row['tokens']}", same])
+    return table(["folder", "tokens", "mean difference from vLLM, nats"], cells)
 
 
 def cpu(rows: Sequence[dict[str, Any]]) -> str:
@@ -104,10 +180,24 @@ def kernels(record: dict[str, Any]) -> str:
 def checks(record: dict[str, Any]) -> str:
     """Tests, and what the sanitizers found."""
     cells = [["GPU tests", f"{record['passed']} passed, {record['failed']} failed, {record['skipped']} skipped"]]
+    if cards := record.get("cards"):
+        shown = f"{cards['passed']} passed, {cards['failed']} failed, {cards['skipped']} skipped"
+        cells.append(["tests of two cards, alone", shown])
     for tool, text in record["sanitizer"].items():
         found = sum(int(count) for count in re.findall(r"SUMMARY: (\d+) ", text))
         cells.append([tool, f"{text.split()[0]} cases, {found} findings"])
     return table(["check", "result"], cells)
+
+
+def wheel(record: dict[str, Any]) -> str:
+    """The wheel for machines without compilers, and the tests that ran from one on a GPU."""
+    sizes = f"{record['wheel_bytes'] / 1e6:.0f} MB, {record['installed_bytes'] / 1e6:.0f} MB installed"
+    built = f"{record['build_cpu_seconds'] / 60:.0f} minutes of processor time"
+    cells = [["size", sizes], ["built in", built], ["demo", record["demo"]]]
+    if tests := record.get("gpu_tests"):
+        counts = f"{tests['passed']} passed, {tests['failed']} failed, {tests['skipped']} skipped"
+        cells.append([f"GPU tests from {tests['wheel']}, {tests['wheel_bytes'] / 1e6:.0f} MB", counts])
+    return table([record["wheel"], ""], cells)
 
 
 def limits(rows: Sequence[dict[str, Any]]) -> str:
@@ -154,13 +244,24 @@ def quality(rows: Sequence[dict[str, Any]]) -> str:
     return f"The source's perplexity is {first['source_ppl']:.3f}.\n\n" + table(header, cells)
 
 
+def recorded(name: str) -> list[dict[str, Any]]:
+    """The rows of a record, none where there is no such file."""
+    path = ROOT / name
+    return json.loads(path.read_text()) if path.exists() else []
+
+
 RECORDS: dict[str, Callable[[Any], str]] = {
     "cpu/peers.json": cpu,
     "cpu/footprint.json": footprint,
     "cpu/avx2.json": kernels,
     "quality.json": quality,
-    "h200/e2e.json": gpu,
+    "wheel.json": wheel,
+    "h200/e2e.json": lambda rows: gpu(rows, recorded("h200/peers.json")),
+    "h200/peers.json": vllm,
     "h200/latency.json": latency,
+    "h200/serve.json": serve,
+    "h200/convert.json": conversions,
+    "h200/vllm_folders.json": folders,
     "h200/tests.json": checks,
     "h200/ops.json": limits,
     "h200/load.json": loads,
@@ -173,7 +274,8 @@ def main() -> None:
         if path.exists():
             record = json.loads(path.read_text())
             facts = record if isinstance(record, dict) else record[0]
-            print(f"{name}, measured on {facts.get('tree') or facts.get('commit')}\n\n{show(record)}\n")
+            tree = next(facts[key] for key in ("tree", "commit", "csrc") if facts.get(key))
+            print(f"{name}, measured on {tree}\n\n{show(record)}\n")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Layers quantized with their activations in view, one after another as the conversion asks for their tensors."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import torch
@@ -56,7 +57,8 @@ class Calibrated:
         return self._units[f"{module}.weight"]
 
     def _weight(self, module: str) -> Tensor:
-        weight = self._read(f"{module}.weight").float()
+        """A matrix of the source, fp32, on the walk's device: all that is done to it is done there."""
+        weight = self._read(f"{module}.weight").to(self._walk.device).float()
         check_finite(f"{module}.weight", 0, weight)
         return weight
 
@@ -90,13 +92,19 @@ class Gptq(Calibrated):
         args = (scheme.bits, scheme.group_size, scheme.symmetric, unit.dtype)
         rows = self._results[unit.spec.name] = gptq.quantize(weight, seen.second, *args, seen.drift)
         zero = None if scheme.symmetric else pack_zero_point(rows.zero, scheme.bits)
-        return dequantize(QuantizedWeight(rows.codes, rows.scale, zero, scheme.bits, scheme.group_size, (n, k)))
+        return self._restored(QuantizedWeight(rows.codes, rows.scale, zero, scheme.bits, scheme.group_size, (n, k)))
+
+    def _restored(self, weight: QuantizedWeight) -> Tensor:
+        """What every reader of the codes computes with, on the walk's device."""
+        parts = {name: getattr(weight, name) for name in ("codes", "scale", "zero_point")}
+        moved = {name: None if part is None else part.to(self._walk.device) for name, part in parts.items()}
+        return dequantize(dataclasses.replace(weight, **moved))
 
     def _pass(self, modules: list[str], moments: Callable[[], Moments]) -> list[Tensor]:
         weights = [self._weight(module) for module in modules]
         units = [self._unit(module) for module in modules]
         parts = zip(units, weights, strict=True)
-        stored = [dequantize(self._stored(u)) if u.scheme else w.to(u.dtype).float() for u, w in parts]
+        stored = [self._restored(self._stored(u)) if u.scheme else w.to(u.dtype).float() for u, w in parts]
         return [torch.cat(weights), torch.cat(stored)]
 
 
@@ -111,8 +119,7 @@ class Awq(Calibrated):
             return self._pass(modules, moments)
 
         self._walk.advance(look)
-        device = seen[0][1].second.device
-        weights = {module: self._weight(module).to(device) for modules, _ in seen for module in modules}
+        weights = {module: self._weight(module) for modules, _ in seen for module in modules}
         importance = {}
         for modules, moments in seen:
             factors = self._fold(modules, moments, weights)

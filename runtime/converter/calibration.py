@@ -169,7 +169,7 @@ class Walk:
         # Activations of each stream, and in it of each sample, that a node still reads.
         self._held = [[self._embedded(row, positions) for row in ids] for _ in range(streams)]
         self._at = 1
-        self.head_dim = config.head_dim
+        self.device, self.head_dim = device, config.head_dim
         self.layer = 0
         """The layer that `advance` runs next."""
 
@@ -196,7 +196,7 @@ class Walk:
             x = node.inputs["x"]
             weights = weigh(modules, lambda x=x: self._moments(x))
             for stream, weight in zip(self._held, weights, strict=True):
-                placed = (weight if order is None else weight[order.to(weight.device)]).to(self._graph.device)
+                placed = (weight if order is None else weight[order.to(weight.device)]).to(self.device)
                 for held in stream:
                     y = torch.nn.functional.linear(held[x], placed, node.attributes["bias"])
                     self._graph.put(held, linear, y)

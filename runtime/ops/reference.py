@@ -9,7 +9,7 @@ from nibblelm.ops.types import PAGE, Int8Pages, Pages, QuantizedWeight, Weight
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     """int32 words (R, W), low code first -> unsigned codes (R, count) as int32."""
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32, device=packed.device)
     codes = (packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return codes.reshape(packed.shape[0], -1)[:, :count]
 

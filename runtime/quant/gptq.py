@@ -11,6 +11,7 @@ On 40 held-out stories the demo model at 4 bits per row is 0.0064 nats from its 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,12 +38,17 @@ class _Grid:
     bits: int
     width: int
 
+    @cached_property
+    def _bounds(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of each group 1 / scale and the least and most steps, (R,): a GPU would take longer to start their making for
+        every column than to round it."""
+        parts = ((1.0 / self.scale).T, (-self.zero).T, (2**self.bits - 1 - self.zero).T)
+        return list(zip(*(part.contiguous() for part in parts), strict=True))
+
     def steps(self, column: int, value: Tensor) -> Tensor:
         """Nearest code - zero of values (R,) of a column."""
-        group = column // self.width
-        zero = self.zero[:, group]
-        steps = (value * (1.0 / self.scale[:, group])).round()
-        return torch.minimum(torch.maximum(steps, -zero), 2**self.bits - 1 - zero)
+        inverse, least, most = self._bounds[column // self.width]
+        return (value * inverse).round_().clamp_(least, most)
 
     def values(self, steps: Tensor) -> Tensor:
         """Steps (R, K) times their scales."""
@@ -64,14 +70,13 @@ def quantize(
     dtype: torch.dtype,
     drift: Tensor | None = None,
 ) -> QuantizedRows:
-    """Quantize (R, K) fp32 weights for inputs x of second moment `moment` (K, K), on its device.
+    """Quantize (R, K) fp32 weights for inputs x of second moment `moment` (K, K), on its device; rows on the CPU.
 
     group_size  -1 for one scale per row, else a divisor of K; dtype  of the stored scales
     drift       (K, K), mean of (u - x) x^T: the output wanted is that of the weights for inputs u
     """
-    original = weight
+    original = weight = weight.to(moment.device)
     moment, factor = _damped(moment.double())
-    weight = weight.to(moment.device)
     if drift is not None:  # least squares: W u as nearly as W' x can be
         weight = (weight.double() + weight.double() @ drift.double() @ factor).float()
     grid = _first_grid(weight, moment.diagonal(), bits, group_size, symmetric, dtype)
@@ -85,14 +90,14 @@ def quantize(
     moment = moment.float()
     for _ in range(SWEEPS):
         grid, steps = _sweep(weight, moment, *_refit(weight, moment, grid, steps, dtype))
-    error = original - grid.values(steps).cpu()
+    error = original - grid.values(steps)
     codes = steps + grid.zero.repeat_interleave(grid.width, 1)
     return QuantizedRows(
-        pack_codes(codes.cpu(), bits),
+        pack_codes(codes, bits).cpu(),
         grid.scale.to(dtype).cpu(),
         grid.zero.to(torch.uint8).cpu(),
-        error.double().square().sum(1),
-        original.double().square().sum(1),
+        error.double().square().sum(1).cpu(),
+        original.double().square().sum(1).cpu(),
     )
 
 

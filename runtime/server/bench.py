@@ -12,15 +12,18 @@ import math
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 from nibblelm.errors import RequestError
 
-_WORDS = "time day way man thing life child world school state family student group country hand part place case week"
-_WORDS += " company system question work night point home water room mother area money story fact month lot right study"
+WORDS = (
+    "time day way man thing life child world school state family student group country hand part place case week "
+    "company system question work night point home water room mother area money story fact month lot right study"
+).split()
+"""Of which prompts are made."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +63,33 @@ def length(rng: random.Random, mean: float, sigma: float, longest: int) -> int:
     return max(4, min(longest, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
 
 
+Arrival = tuple[float, dict[str, Any]]
+"""Seconds after the first, and the body of a request to /v1/completions."""
+
+
 async def measured(url: str, model: str | None, key: str | None, load: Load) -> tuple[list[Result], float]:
     """Every request's result, and the seconds from the first arrival to the last end."""
-    rng, words = random.Random(load.seed), _WORDS.split()
-    target = _Target(url, key)
-    if model is None:
-        model = (await target.get_json("/v1/models"))["data"][0]["id"]
-    room = asyncio.Semaphore(load.concurrency)
+    asked = model if model is not None else (await _Target(url, key).get_json("/v1/models"))["data"][0]["id"]
+    return await answered(url, key, arrivals(load, asked), load.concurrency)
+
+
+def arrivals(load: Load, model: str) -> Iterator[Arrival]:
+    """The requests of a load, as they come."""
+    rng, due = random.Random(load.seed), 0.0
+    for i in range(load.requests):
+        prompt = " ".join(rng.choices(WORDS, k=length(rng, load.prompt_mean, 1.25, load.longest_prompt)))
+        answer = length(rng, load.answer_mean, 0.9, load.longest_answer)
+        body = {"model": model, "prompt": prompt, "max_tokens": answer, "stream": True, "seed": load.seed + i}
+        body |= {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if load.ignore_eos else {})
+        yield due, body
+        due += 0.0 if math.isinf(load.rate) else rng.expovariate(load.rate)
+
+
+async def answered(
+    url: str, key: str | None, requests: Iterable[Arrival], concurrency: int
+) -> tuple[list[Result], float]:
+    """Send each request when it is due, at most `concurrency` at a time; results as `measured` gives them."""
+    target, room = _Target(url, key), asyncio.Semaphore(concurrency)
 
     async def one(body: dict[str, Any], arrival: float) -> Result:
         async with room:
@@ -74,16 +97,11 @@ async def measured(url: str, model: str | None, key: str | None, load: Load) -> 
 
     begun = time.perf_counter()
     tasks: list[asyncio.Task[Result]] = []
-    due = begun
-    for i in range(load.requests):
-        prompt = " ".join(rng.choices(words, k=length(rng, load.prompt_mean, 1.25, load.longest_prompt)))
-        answer = length(rng, load.answer_mean, 0.9, load.longest_answer)
-        body = {"model": model, "prompt": prompt, "max_tokens": answer, "stream": True, "seed": load.seed + i}
-        body |= {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if load.ignore_eos else {})
+    for due_s, body in requests:
+        due = begun + due_s
         if (wait := due - time.perf_counter()) > 0:
             await asyncio.sleep(wait)
-        tasks.append(asyncio.create_task(one(body, max(due, begun))))
-        due += 0.0 if math.isinf(load.rate) else rng.expovariate(load.rate)
+        tasks.append(asyncio.create_task(one(body, due)))
     return list(await asyncio.gather(*tasks)), time.perf_counter() - begun
 
 
@@ -157,10 +175,12 @@ class _Target:
         return json.loads(b"".join([line async for line in self._lines("GET", path, b"")]))
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        """The data of each event, to the end."""
+        """The data of each event, to the end; of an answer without a stream its one line."""
         async for line in self._lines("POST", path, json.dumps(body).encode()):
             if line.startswith(b"data: ") and line != b"data: [DONE]":
                 yield line[6:]
+            elif line.startswith(b"{"):
+                yield line
 
     async def _lines(self, method: str, path: str, body: bytes) -> AsyncIterator[bytes]:
         """Lines of the answer's body. Raises RequestError for a status other than 200."""

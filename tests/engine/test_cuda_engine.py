@@ -1,5 +1,8 @@
 """Generation on the GPU: the CPU's tokens, and the same tokens however they are computed."""
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -195,3 +198,27 @@ def test_everything_is_on_the_card_that_was_asked_for(demo: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         both = list(pool.map(lambda llm: [out.text for out in llm.generate(PROMPTS * 4, **options)], (first, second)))
     assert both == [texts * 4] * 2
+
+
+FRESH = """
+import sys
+import torch
+from nibblelm import LLM
+for card in (0, 1):
+    torch.zeros(1, device=f"cuda:{card}")  # a context takes memory of its own
+before = [torch.cuda.mem_get_info(card)[0] for card in (0, 1)]
+llm = LLM(sys.argv[1], "cuda:1")
+llm.generate(["Once upon a time", "The dog"] * 8, max_tokens=64, temperature=0.8, seed=1)
+llm.logits(range(1, 300))
+print(*(free - torch.cuda.mem_get_info(card)[0] for card, free in zip((0, 1), before)))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one card: the second one is not there")
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other processes use the cards: run it without -n")
+def test_the_other_card_loses_no_memory(demo: Path) -> None:
+    """By the driver's count, which has what torch did not allocate as well: programs, graphs, weights and pages."""
+    result = subprocess.run([sys.executable, "-c", FRESH, str(demo)], capture_output=True, text=True, check=True)
+    other, own = map(int, result.stdout.split())
+    assert own > 400 << 20, "pages for 256 sequences alone are 512 MiB"
+    assert other < 4 << 20, "the driver counts in pages of 2 MiB"

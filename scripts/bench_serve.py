@@ -1,0 +1,267 @@
+"""What HTTP costs: `nibblelm serve` beside the engine in this process, on the same card and the same requests.
+
+    python scripts/bench_serve.py [--shape llama-3-8b | --model FOLDER] [--device cuda] [--json serve.json]
+
+A shape is made of random weights, int4 per row, with a vocabulary of words, and kept in --work. Both engines have it
+loaded, and one computes while the other waits. `ready`: from the start of the process to the first answer of /health,
+and `import torch` alone; the median of several, the files in the page cache. `first token`: prompts of 128 ids over one
+connection that stays, in turns with the engine. `mixed`: the requests of `bench --mixed`, all at once, answered whole
+and as streams, in turns with the engine. `saturation`: the load of `bench serve`, as much as there are places for.
+`steady`: arrivals at 80 % of the requests per second that this gave. No two prompts begin alike. What --limit seconds
+leave no time for is not measured, and said.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_cpu_peers import appearing, make_checkpoint
+from rows import Rows
+
+import nibblelm
+from nibblelm.benchmark import MIXED_CONTEXT, mixed_lengths
+from nibblelm.server.bench import WORDS, Load, answered, measured, summary
+from nibblelm.shapes import SHAPES
+from nibblelm.sizes import parse_size
+
+DEMO = Path(__file__).resolve().parent.parent / "demo" / "stories-7m"
+KEY = ("test", "model", "kind", "tree")
+GREEDY = nibblelm.SamplingParams(temperature=0, ignore_eos=True)
+
+
+def word_tokenizer(size: int) -> str:
+    """tokenizer.json of `size` words, those of `bench serve` among them; bytes go to text as in Llama 3's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = dict.fromkeys([*WORDS, *(f"w{i}" for i in range(size))])
+    backend = Tokenizer(models.WordLevel({f"Ġ{word}": i for i, word in zip(range(size), words, strict=False)}, "Ġtime"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    return backend.to_str()
+
+
+def folder_of_shape(shape: str, work: Path, device: str) -> Path:
+    """The shape as int4 per row, made where it is not there yet."""
+    target = work / shape / "int4"
+    if not target.exists():
+        begun = time.monotonic()
+        with appearing(work / shape / "bf16") as source:
+            make_checkpoint(SHAPES[shape], source, device)
+            (source / "tokenizer.json").write_text(word_tokenizer(SHAPES[shape]["vocab_size"]))
+        nibblelm.convert(work / shape / "bf16", target, bits=4, group_size=-1, method="minmax")
+        shutil.rmtree(work / shape / "bf16")
+        print(f"{target}: made in {time.monotonic() - begun:.0f} s")
+    return target
+
+
+@contextmanager
+def serving(folder: Path, options: list[str]) -> Iterator[tuple[str, float]]:
+    """The address of a server, and the seconds that it took to answer /health."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "nibblelm", "serve", str(folder), "--port", str(port), *options]
+    begun = time.perf_counter()
+    with subprocess.Popen(command) as process:
+        try:
+            while not healthy(port):
+                if process.poll() is not None:
+                    raise SystemExit(f"{' '.join(command)} ended with {process.returncode}; its message is above")
+                time.sleep(0.002)
+            yield f"http://127.0.0.1:{port}", time.perf_counter() - begun
+        finally:
+            process.terminate()
+
+
+def healthy(port: int) -> bool:
+    """Whether /health says 200: a connection is taken before the model is loaded, and answered after."""
+    try:
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n")
+            return connection.recv(64).startswith(b"HTTP/1.1 200")
+    except OSError:
+        return False
+
+
+def ready(rows: Rows, name: str, folder: Path, options: list[str], tries: int) -> None:
+    """Start the server several times."""
+    imports, starts = [], []
+    for _ in range(tries):
+        begun = time.perf_counter()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        imports.append(time.perf_counter() - begun)
+        with serving(folder, options) as (_, seconds):
+            starts.append(seconds)
+    start, alone = statistics.median(starts), statistics.median(imports)
+    rows.add(test="ready", model=name, ready_s=start, import_torch_s=alone, beside_s=start - alone)
+
+
+class Connection:
+    """One that stays open, read as little as it takes to see the first token."""
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("http://").split(":")
+        self._socket = socket.create_connection((host, int(port)))
+
+    def first_token(self, ids: list[int]) -> float:
+        """Seconds from sending a request to the first event of its stream."""
+        body = json.dumps(_body(ids, 1, True)).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-type: application/json\r\n"
+        head += f"content-length: {len(body)}\r\n\r\n"
+        begun, got = time.perf_counter(), b""
+        self._socket.sendall(head.encode() + body)
+        while b"data: " not in got:
+            got += self._received()
+        seconds = time.perf_counter() - begun
+        while not got.endswith(b"0\r\n\r\n"):
+            got += self._received()
+        if b'"error"' in got:
+            raise SystemExit(f"the server answered {got[-300:]!r}")
+        return seconds
+
+    def _received(self) -> bytes:
+        if not (data := self._socket.recv(1 << 16)):
+            raise SystemExit("the server closed the connection")
+        return data
+
+
+def _body(ids: list[int], tokens: int, stream: bool) -> dict[str, Any]:
+    body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+    return body | ({"stream_options": {"include_usage": True}} if stream else {})
+
+
+class Bench:
+    """The engine in this process and a server, with prompts that neither has seen."""
+
+    def __init__(self, llm: nibblelm.LLM, url: str, name: str, rows: Rows) -> None:
+        self._llm, self._url, self._name, self._rows = llm, url, name, rows
+        self._draw = random.Random(0)
+
+    def _ids(self, count: int) -> list[int]:
+        return [self._draw.randrange(self._llm.config.vocab_size) for _ in range(count)]
+
+    def first_token(self, repeats: int) -> None:
+        """In turns, the median of each."""
+        connection, prompt = Connection(self._url), min(128, self._llm.max_context // 4)
+        inside, outside = [], []
+        for _ in range(repeats + 5):
+            ids = self._ids(prompt)
+            begun = time.perf_counter()
+            handle = self._llm.submit(ids, GREEDY, max_tokens=1)
+            next(handle.tokens())
+            inside.append(time.perf_counter() - begun)
+            outside.append(connection.first_token(self._ids(prompt)))
+        engine, http = (1e3 * statistics.median(times[5:]) for times in (inside, outside))
+        facts = {"prompt_tokens": prompt, "engine_ms": engine, "http_ms": http, "beside_ms": http - engine}
+        self._rows.add(test="first token", model=self._name, **facts)
+
+    def mixed(self, requests: int, repeats: int) -> None:
+        """Output tokens per second of the engine, of whole answers and of streams; a first round does not count."""
+        scale = min(1.0, self._llm.max_context / MIXED_CONTEXT)
+        lengths = [(int(scale * prompt), int(scale * output)) for prompt, output in mixed_lengths(requests)]
+        total = sum(output for _, output in lengths)
+        rates: dict[str, list[float]] = {"engine": [], "whole": [], "streams": []}
+        for _ in range(repeats + 1):
+            for kind, results in rates.items():
+                prompts = [self._ids(prompt) for prompt, _ in lengths]
+                begun = time.perf_counter()
+                if kind == "engine":
+                    each = [nibblelm.SamplingParams(temperature=0, ignore_eos=True, max_tokens=n) for _, n in lengths]
+                    done = sum(len(output.token_ids) for output in self._llm.generate(prompts, each))
+                else:
+                    sent = [
+                        (0.0, _body(ids, tokens, kind == "streams"))
+                        for ids, (_, tokens) in zip(prompts, lengths, strict=True)
+                    ]
+                    answers, _ = asyncio.run(answered(self._url, None, sent, requests))
+                    done = sum(answer.tokens for answer in answers)
+                if done != total:
+                    raise SystemExit(f"{kind}: {done} tokens came of {total}")
+                results.append(total / (time.perf_counter() - begun))
+        engine, *others = (statistics.median(results[1:]) for results in rates.values())
+        for kind, rate in zip(("whole", "streams"), others, strict=True):
+            facts = {"kind": kind, "requests": requests, "output_tokens": total, "engine_tok_s": engine}
+            self._rows.add(test="mixed", model=self._name, **facts, http_tok_s=rate, cost=1 - rate / engine)
+
+    def steady(self, seconds: float) -> None:
+        """Saturation, then what its users see of a server at 80 % of it."""
+        places, room = self._llm.max_sequences, self._llm.max_context
+        common = {"longest_prompt": min(1024, room // 4), "longest_answer": min(1024, room // 2), "ignore_eos": True}
+        for test, count in (("", places), ("saturation", 4 * places)):
+            load = Load(count, concurrency=places, seed=count, **common)
+            figures = self._figures(load)
+            if test:
+                self._rows.add(test=test, model=self._name, concurrency=places, **figures)
+        rate = 0.8 * figures["requests_s"]
+        load = Load(max(20, round(rate * seconds)), rate, places, seed=1, **common)
+        figures = self._figures(load)
+        between = figures["itl_p99_ms"] / figures["itl_p50_ms"]
+        self._rows.add(test="steady", model=self._name, rate=rate, **figures, itl_p99_of_p50=between)
+
+    def _figures(self, load: Load) -> dict[str, float]:
+        results, took_s = asyncio.run(measured(self._url, None, None, load))
+        found = summary(results, took_s, 1e3, 1e3)
+        if found["failed"]:
+            raise SystemExit(f"{found['failed']} of {load.requests} requests failed: {found['errors']}")
+        times = {f"{name}_{p}_ms": found[f"{name}_ms"][p] for name in ("ttft", "itl") for p in ("p50", "p99")}
+        return {key: found[key] for key in ("requests", "requests_s", "prompt_tokens_s", "output_tokens_s")} | times
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="llama-3-8b")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="measure this one instead of a shape")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--kv-memory", default="32G", metavar="BYTES", help="of each of the two engines (32G)")
+    parser.add_argument("--requests", type=int, default=256, help="of the mixed load (256)")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds of the mixed load, and starts (3)")
+    parser.add_argument("--seconds", type=float, default=20, help="of arrivals at 80 %% of saturation (20)")
+    parser.add_argument("--work", type=Path, default=Path("out/serve"))
+    parser.add_argument("--limit", type=float, default=540, metavar="S", help="start no test after so many (540)")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--tree", metavar="HASHES")
+    args = parser.parse_args()
+    begun = time.monotonic()
+    device = "cpu" if args.device == "cpu" else torch.cuda.get_device_name(args.device)
+    rows = Rows(args.json, KEY, device=device, tree=args.tree)
+    small = args.work / "demo-int4"
+    if not small.exists():
+        nibblelm.convert(DEMO, small, bits=4)
+    folder = args.model or folder_of_shape(args.shape, args.work, args.device.split(":")[0])
+    name = folder.name if args.model else args.shape
+    ready(rows, "stories-7m", small, ["--device", args.device], args.repeats)
+    options = ["--device", args.device, "--kv-memory", args.kv_memory]
+    ready(rows, name, folder, options, args.repeats)
+    late = 0
+    with serving(folder, options) as (url, _):
+        llm = nibblelm.LLM(folder, args.device, kv_memory=parse_size(args.kv_memory))
+        bench = Bench(llm, url, name, rows)
+        tests = {
+            "first token": lambda: bench.first_token(60),
+            "mixed": lambda: bench.mixed(args.requests, args.repeats),
+            "steady": lambda: bench.steady(args.seconds),
+        }
+        for test, run in tests.items():
+            if (spent := time.monotonic() - begun) > args.limit:
+                print(f"{test}: not measured, {spent:.0f} s are spent of {args.limit:.0f}")
+                late = 1
+            else:
+                run()
+                print(f"{test}: done after {time.monotonic() - begun:.0f} s")
+        llm.close()
+    return late
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""gpu_check.sh where no GPU is: what it asks for, what a failed part leaves, what it records."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+TREE = "csrc=a runtime=b models=c"
+RUNNER = """
+import json
+print(json.dumps({"test": "setup", "vllm": "0.25.0", "gpu": "a card"}))
+print(json.dumps({"test": "decode", "quant": "int4", "batch": 1, "tok_s": 273.0}))
+raise SystemExit(3)
+"""
+JUNIT = '<testsuites><testsuite tests="7" failures="1" errors="1" skipped="2"/></testsuites>'
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`check(*arguments)`: gpu_check.sh in a folder of its own."""
+    shutil.copytree(SCRIPTS, tmp_path / "scripts")
+    (tmp_path / "bin").mkdir()
+    for name, command in (("python3", f'exec {sys.executable} "$@"'), ("nvidia-smi", "echo a card, 1")):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{command}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [str(tmp_path / "scripts" / "gpu_check.sh"), *map(str, arguments)]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_what_a_failed_part_measured_is_recorded(check: Callable[..., Any], tmp_path: Path) -> None:
+    vllm, state, record = tmp_path / "vllm", tmp_path / "out" / "gpu_check", tmp_path / "benchmarks" / "h200"
+    vllm.mkdir()
+    (vllm / "run_vllm.py").write_text(RUNNER)
+    with tarfile.open(vllm / "site.tar.xz", "w:xz") as archive:
+        archive.add(vllm / "run_vllm.py", "package.py")
+    state.mkdir(parents=True)
+    for name in ("tests", "cards", "wheel"):
+        (state / f"{name}.xml").write_text(JUNIT)
+    (state / "wheel.txt").write_text("dist/a.whl 1234")
+    (state / "e2e.jsonl").write_text('{"shape": "x", "tree": null}\n')
+    result = check("--tree", TREE, "--vllm", vllm, "peers", "record")
+    assert result.returncode == 1, result.stderr
+    assert "exit code 1" in result.stdout
+    assert (state / "vllm" / "package.py").exists()
+    counts = {"passed": 3, "failed": 2, "skipped": 2}
+    tests, peers, e2e = (json.loads((record / f"{name}.json").read_text()) for name in ("tests", "peers", "e2e"))
+    assert tests | counts == tests
+    assert tests["cards"] == {**counts, "tree": TREE}
+    assert [(row["tok_s"], row["tree"]) for row in peers] == [(273.0, TREE)]
+    assert e2e == [{"shape": "x", "tree": TREE}]
+    wheel = json.loads((record.parent / "wheel.json").read_text())["gpu_tests"]
+    assert wheel == {"wheel": "a.whl", "wheel_bytes": 1234, **counts, "gpu": "a card, 1", "tree": TREE}
+
+
+def test_what_is_missing_is_named(check: Callable[..., Any]) -> None:
+    for arguments, code, message in (
+        (["peers"], 2, "pass --tree"),
+        (["--tree", TREE, "nonsense"], 2, "unknown argument 'nonsense'"),
+        (["--tree", TREE, "vllm-folders"], 1, "pass --vllm DIR"),
+        (["--tree", TREE, "--limit", "0", "serve", "cards"], 1, "== cards: not run, 0 of 0 seconds are over"),
+    ):
+        result = check(*arguments)
+        assert (result.returncode, message in result.stdout + result.stderr) == (code, True), result
