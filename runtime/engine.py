@@ -29,6 +29,7 @@ from nibblelm.rope import rope_bytes
 from nibblelm.runner import Runner, workspace_bytes
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Scheduler
+from nibblelm.speculation import speculation
 from nibblelm.structured import Guides
 from nibblelm.tokenizer import Tokenizer, load_tokenizer
 from nibblelm.weights import CheckpointWeights, check_tensors
@@ -68,6 +69,7 @@ class LLM:
     kv_memory    bytes for keys and values, default what `max_sequences` of the whole context take, but at most 60 % of
                  what is free; on the CPU they are taken as they are used. A context that was not asked for is cut to it
     max_sequences   sequences that are computed together, default 64 on the CPU and 256 on CUDA; others wait
+    speculate    "ngram": draft what may come next from prompt and output; the tokens are the same (docs/serving.md)
 
     Any number of threads and of streams read in turns may use one LLM: each gets the text it would get alone. One
     thread computes for all of them, from the first call to `close`, or to the end of the LLM. A stream whose reader is
@@ -91,9 +93,11 @@ class LLM:
         graph: bool = True,
         kv_memory: int | None = None,
         max_sequences: int | None = None,
+        speculate: Literal["ngram"] | None = None,
     ) -> None:
         begun = time.perf_counter()
         self.device = select_device(device)
+        drafts = speculation(speculate, self.device.type)
         self.dtype, self.kv_dtype, self.activations = numeric_types(dtype, self.device, activations, kv)
         if threads is not None:
             use_threads(threads)
@@ -115,7 +119,7 @@ class LLM:
         self.runner = Runner(network, self.device, self.kv_dtype, self.max_context, graph)
         self.runner.reserve(self.max_sequences + 1, self.kv_pages + 1)
         scheduler = Scheduler(self.max_sequences, self.kv_pages, STEP_TOKENS[self.device.type])
-        self.engine = Engine(self.runner, scheduler)
+        self.engine = Engine(self.runner, scheduler, speculation=drafts)
         self.weight_bytes = weights.streamed_bytes
         self.load_s = time.perf_counter() - begun
 
