@@ -4,33 +4,30 @@ A step of k + 1 rows takes little longer than one of a single row while reading 
 row's token is drawn as it would be without a draft, and the next row counts only if its token was drafted so: a draft
 changes when tokens come, and never which.
 
-What a step of so many rows takes decides how much is drafted, with the share of drafts that has been right in each
-sequence. A sequence whose draft was wrong from its first token on drafts nothing for a while, each time twice as long.
+How much is drafted follows from what a step of so many rows takes, and from the share of drafted tokens that would have
+been right in each sequence: drafts that are not computed are compared with what comes, too, so that nothing is lost
+where none is right.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Protocol
 
 from nibblelm.errors import RequestError
 from nibblelm.scheduler import Sequence
 
 STEP_COST: dict[str, dict[int, float]] = {
-    "cpu": {1: 1.0, 2: 1.15, 3: 1.25, 4: 1.35, 5: 1.5, 6: 1.6, 8: 1.8},
+    "cpu": {1: 1.0, 2: 1.05, 3: 1.1, 4: 1.2, 5: 1.25, 6: 1.35, 7: 1.5, 8: 1.6, 10: 1.8, 12: 2.1},
     "cuda": {1: 1.0, 2: 1.15, 4: 1.2, 8: 1.4, 16: 1.8, 24: 1.9, 32: 2.0, 48: 2.4, 64: 2.8, 96: 3.7, 128: 4.5},
 }
 """What a step takes by its rows, beside a step of one row; of more rows than these nothing is drafted. CPU: 1.1B int4 on
 two cores with AVX-512; CUDA: 8B int4 per row on an H200, whose programs are of these row counts (benchmarks/)."""
 
-WORTH = 1.1
-"""Tokens a unit of time that a draft must promise, beside none: the host has work with it, and runs no step ahead."""
+WORTH = 1.2
+"""Tokens a unit of time that drafts must promise, beside none: the host has work with them, and no step is ahead."""
 
-PAUSE, LONGEST_PAUSE = 8, 512
-"""Tokens without a draft after one that was all wrong, and after many."""
-
-FADE = 0.8
-"""What a draft's outcome counts for after the next one, beside that."""
+FADE = 0.95
+"""What a drafted token, right or wrong, counts for beside the next one of its sequence."""
 
 
 def speculation(name: str | None, device: str) -> "Speculation | None":
@@ -87,17 +84,16 @@ class PromptLookup:
 
 @dataclass(eq=False, slots=True)
 class _History:
-    """How the drafts of one sequence have fared.
+    """How the drafts of one sequence fare.
 
     seen, right   drafted tokens that were compared with what came, and those that were right, faded
+    first, last   where the newest draft stands, and its tokens
     """
 
     drafter: Drafter
     seen: float = 0.0
     right: float = 0.0
-    failures: int = 0  # in a row, all wrong
-    resume: int = 0  # nothing is drafted before the sequence has so many tokens
-    first: int = 0  # place of the last draft, which has not been compared yet
+    first: int = 0
     last: list[int] = field(default_factory=list)
 
     @property
@@ -105,23 +101,14 @@ class _History:
         """The chance that a drafted token is right when those before it are: one half before anything is known."""
         return (self.right + 1) / (self.seen + 2)
 
-    def learn(self, ids: list[int], pause: int) -> None:
-        """Compare the last draft with what came in its place."""
-        came = ids[self.first : self.first + len(self.last)]
-        right = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(self.last, came, strict=False)))
-        self.last = []
-        if came and not right:
-            self.rest(len(ids), pause)
-        elif came:
-            self.failures //= 2
-            self.seen = FADE * self.seen + min(right + 1, len(came))
-            self.right = FADE * self.right + right
-
-    def rest(self, length: int, pause: int) -> None:
-        """Draft nothing for a while, and then begin anew."""
-        self.resume = length + min(pause << self.failures, LONGEST_PAUSE)
-        self.failures = min(self.failures + 1, 16)
-        self.seen = self.right = 0.0
+    def draft(self, ids: list[int], most: int) -> list[int]:
+        """Compare the newest draft with what has come in its place, up to the first that is wrong; then the next."""
+        for token, came in zip(self.last, ids[self.first :], strict=False):
+            self.seen, self.right = FADE * self.seen + 1, FADE * self.right + (token == came)
+            if token != came:
+                break
+        self.first, self.last = len(ids), self.drafter.draft(ids, most)[:most]
+        return self.last
 
 
 class Speculation:
@@ -129,20 +116,19 @@ class Speculation:
 
     drafter  makes the Drafter of a sequence from its prompt's ids
     costs    as in STEP_COST
-    pause    tokens without a draft after the first one that was all wrong
     """
 
-    def __init__(
-        self, drafter: Callable[[list[int]], Drafter], costs: Mapping[int, float], pause: int = PAUSE
-    ) -> None:
-        self._drafter, self._costs, self._pause = drafter, sorted(costs.items()), pause
+    def __init__(self, drafter: Callable[[list[int]], Drafter], costs: Mapping[int, float]) -> None:
+        self._drafter, self._costs = drafter, sorted(costs.items())
         self._histories: dict[Sequence, _History] = {}
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""
         self._histories.pop(sequence, None)
 
-    def propose(self, running: Iterable[Sequence], ahead: bool = False) -> tuple[bool, list[tuple[Sequence, Exception]]]:
+    def propose(
+        self, running: Iterable[Sequence], ahead: bool = False
+    ) -> tuple[bool, list[tuple[Sequence, Exception]]]:
         """Give sequences the draft for their next step, as far as that pays.
 
         ahead    the device computes the next step already: nobody gets a draft, since these come from all tokens
@@ -161,26 +147,15 @@ class Speculation:
             except Exception as error:  # that of a drafter is its own sequence's alone
                 failed.append((s, error))
         most = self._length(drafts, len(generating))
-        for s, draft in drafts.items() if most else ():
-            history = self._histories[s]
-            history.first, history.last = len(s.ids), draft[:most]
-            if not ahead:
-                s.draft = draft[:most]
+        for s, draft in drafts.items() if not ahead else ():
+            s.draft = draft[:most]
         return most > 0, failed
 
     def _draft(self, s: Sequence, room: int) -> list[int]:
         history = self._histories.get(s)
         if history is None:
             history = self._histories[s] = _History(self._drafter(s.ids[: s.prompt]))
-        if history.last:
-            history.learn(s.ids, self._pause)
-        if len(s.ids) < history.resume:
-            return []
-        draft = history.drafter.draft(s.ids, min(room, s.limit - len(s.ids) - 1))
-        if draft and not self._length({s: draft}, 1):
-            history.rest(len(s.ids), self._pause)
-            return []
-        return draft
+        return history.draft(s.ids, min(room, s.limit - len(s.ids) - 1))
 
     def _length(self, drafts: Mapping[Sequence, list[int]], sequences: int) -> int:
         """At most how many tokens of each draft are worth their rows; 0: none."""

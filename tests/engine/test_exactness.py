@@ -136,14 +136,15 @@ class Reader:
         return self.output is None
 
 
-def run(llm: LLM, schedule: dict[str, Any], alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def run(llm: LLM, schedule: dict[str, Any], alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Compute a schedule; returns how many tokens were drafted rightly."""
     monkeypatch.setattr(engine_core, "BACKLOG", schedule["backlog"])
     speculation = None
     if schedule["drafts"] is not None:
         rng = random.Random(schedule["drafts"])
         outputs = [prompt + ids for (prompt, _), (ids, _, _) in zip(REQUESTS, alone, strict=True)]
         free = dict.fromkeys((1, 2, 3, 6, 17, 64), 1.0)
-        speculation = Speculation(lambda _: Guesses(outputs, rng), free, pause=0)
+        speculation = Speculation(lambda _: Guesses(outputs, rng), free)
     scheduler = Scheduler(schedule["slots"], schedule["pages"], schedule["budget"])
     engine = Engine(llm.runner, scheduler, speculation=speculation)
     engine._thread = threading.current_thread()  # steps are made here, one for each turn of the readers
@@ -170,6 +171,8 @@ def run(llm: LLM, schedule: dict[str, Any], alone: list[Any], monkeypatch: pytes
         if not reading and not arrivals:
             break
         assert step < 50_000, "requests that do not end"
+    assert core._scheduler.pool.available == schedule["pages"]
+    return core.stats.accepted_tokens
 
 
 def test_ids_are_those_of_one_request_at_a_time(
@@ -177,13 +180,15 @@ def test_ids_are_those_of_one_request_at_a_time(
 ) -> None:
     llm, alone = model
     share = len(CUDA_KINDS if llm.device.type == "cuda" else KINDS)
+    right: list[int] = []
 
     @settings(max_examples=-(-request.config.getoption("--schedules") // share), deadline=None)
     @given(schedules())
     def check(schedule: dict[str, Any]) -> None:
-        run(llm, schedule, alone, monkeypatch)
+        right.append(run(llm, schedule, alone, monkeypatch))
 
     check()
+    assert sum(right) > 0
 
 
 def test_the_requests_tell_schedules_apart(model: tuple[LLM, list[Any]]) -> None:
