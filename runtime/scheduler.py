@@ -3,8 +3,8 @@
 A sequence has tokens that it wants (its prompt, then what was generated) and tokens that are computed, whose keys and
 values are in its pages. That covers a prompt cut in chunks, one whose beginning is found in pages of others, and one
 that was preempted: it wants what it wanted, and nothing is computed. Prompt tokens are computed in chunks, generated
-tokens one at a time, also when they are computed again, but for a draft: tokens that may come next, computed in the same
-step. They are no part of the sequence; what those that turn out wrong left in its pages is written over.
+tokens one at a time, also when they are computed again, but for a draft: tokens that may come next, computed in the
+same step. They are no part of the sequence; what those that turn out wrong left in its pages is written over.
 
 First come, first served: in each step every sequence that generates comes first, oldest first, then prompts fill the
 budget. When pages run out, a sequence whose reader sits out gives up its own, then the newest does. The oldest that is

@@ -20,8 +20,8 @@ STEP_COST: dict[str, dict[int, float]] = {
     "cpu": {1: 1.0, 2: 1.05, 3: 1.1, 4: 1.2, 5: 1.25, 6: 1.35, 7: 1.5, 8: 1.6, 10: 1.8, 12: 2.1},
     "cuda": {1: 1.0, 2: 1.15, 4: 1.2, 8: 1.4, 16: 1.8, 24: 1.9, 32: 2.0, 48: 2.4, 64: 2.8, 96: 3.7, 128: 4.5},
 }
-"""What a step takes by its rows, beside a step of one row; of more rows than these nothing is drafted. CPU: 1.1B int4 on
-two cores with AVX-512; CUDA: 8B int4 per row on an H200, whose programs are of these row counts (benchmarks/)."""
+"""What a step takes by its rows, beside a step of one row; of more rows than these nothing is drafted. CPU: 1.1B int4
+on two cores with AVX-512; CUDA: 8B int4 per row on an H200, whose programs are of these row counts (benchmarks/)."""
 
 WORTH = 1.2
 """Tokens a unit of time that drafts must promise, beside none: the host has work with them, and no step is ahead."""

@@ -171,6 +171,7 @@ def run(llm: LLM, schedule: dict[str, Any], alone: list[Any], monkeypatch: pytes
         if not reading and not arrivals:
             break
         assert step < 50_000, "requests that do not end"
+    assert core.heard(wait=False)  # who was given up last
     assert core._scheduler.pool.available == schedule["pages"]
     return core.stats.accepted_tokens
 
