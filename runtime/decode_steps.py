@@ -2,13 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from nibblelm.runner import Runner
 
 
 @dataclass(frozen=True)
@@ -27,12 +24,24 @@ class DecodeStep:
 class SampledSteps:
     """A run of decode steps that sample on the device. `next` keeps one step in flight ahead of the host.
 
+    step      of M sequences, with what their first tokens need in place
+    history   tokens in the cache by slot, to which those fed are added, at most `capacity`
+    ids       (M,) what is fed first, to `slots`; drawn (M,): output tokens of each before that
+
     The host waits once per token: for the end of its step, which wrote the tokens into host memory.
     """
 
-    def __init__(self, runner: "Runner", step: DecodeStep, ids: list[int], slots: list[int], drawn: list[int]) -> None:
-        self._runner, self._step, self._slots = runner, step, slots
-        self._fed, self._drawn = ids, drawn  # ids of the step to come; output tokens of each sequence before it
+    def __init__(
+        self,
+        step: DecodeStep,
+        history: list[list[int]],
+        capacity: int,
+        ids: Sequence[int],
+        slots: Sequence[int],
+        drawn: Sequence[int],
+    ) -> None:
+        self._step, self._history, self._capacity, self._slots = step, history, capacity, slots
+        self._fed, self._drawn = ids, drawn
         self._ready = [torch.cuda.Event(), torch.cuda.Event()]
         self._launched = self._read = 0
 
@@ -45,7 +54,7 @@ class SampledSteps:
         last_two = self._step.host_ids.tolist()
         tokens = [last_two[(drawn + self._read) % 2][i] for i, drawn in enumerate(self._drawn)]
         for slot, token in zip(self._slots, self._fed, strict=True):
-            self._runner.history[slot].append(token)
+            self._history[slot].append(token)
         self._fed = tokens
         self._read += 1
         return tokens
@@ -57,9 +66,9 @@ class SampledSteps:
 
     def _has_room(self) -> bool:
         ahead = self._launched - self._read
-        return all(len(self._runner.history[slot]) + ahead < self._runner.capacity for slot in self._slots)
+        return all(len(self._history[slot]) + ahead < self._capacity for slot in self._slots)
 
     def _launch(self) -> None:
         self._step.program.replay()
-        self._ready[self._launched % 2].record(torch.cuda.current_stream(self._runner.device))
+        self._ready[self._launched % 2].record(torch.cuda.current_stream(self._step.result.device))
         self._launched += 1

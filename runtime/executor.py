@@ -241,7 +241,7 @@ def _choose_on_device(samplers: list[Sampler], logits: Tensor) -> list[Sampled |
                 masks[i] = masks[i] if sampler.guide is None else sampler.allowed()[0]
             except RequestError as error:
                 failed[i] = error
-        logits = ops.mask_logits(logits, masks.to(logits.device))
+        logits = ops.mask_logits(logits, ops.to_device(masks, logits.device))
     tokens = zip(samplers, _drawn(samplers, logits), strict=True)
     return [failed.get(i) or _accepted(sampler, token) for i, (sampler, token) in enumerate(tokens)]
 
@@ -249,9 +249,7 @@ def _choose_on_device(samplers: list[Sampler], logits: Tensor) -> list[Sampled |
 def _drawn(samplers: list[Sampler], logits: Tensor, drafts: list[list[int]] | None = None) -> list[int]:
     """What the device draws from each row of logits (M, vocab), as `device_sampling` has it."""
     state = device_sampling(samplers, logits.shape[1], drafts)
-    moved = {
-        f.name: t.to(logits.device) for f in dataclasses.fields(state) if (t := getattr(state, f.name)) is not None
-    }
+    moved = {name: ops.to_device(t, logits.device) for name, t in state.tensors().items() if t is not None}
     return ops.sample(logits, dataclasses.replace(state, **moved)).tolist()
 
 

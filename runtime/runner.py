@@ -295,7 +295,8 @@ class Runner:
             if target is not None and (source := given[name]) is not None:
                 target.copy_(source)
         self._steps[key].load(self._host_rows(ids, positions, slots))
-        return SampledSteps(self, self._steps[key], list(ids), list(slots), state.steps.tolist())
+        drawn = state.steps.tolist()
+        return SampledSteps(self._steps[key], self.history, self.capacity, list(ids), list(slots), drawn)
 
     def kernels_per_step(self, batch: int) -> int:
         """Kernels of the decode step for `batch` sequences that has run."""

@@ -116,10 +116,12 @@ class Speculation:
 
     drafter  makes the Drafter of a sequence from its prompt's ids
     costs    as in STEP_COST
+    on       False: no drafts from the next step on
     """
 
     def __init__(self, drafter: Callable[[list[int]], Drafter], costs: Mapping[int, float]) -> None:
         self._drafter, self._costs = drafter, sorted(costs.items())
+        self.on = True
         self._histories: dict[Sequence, _History] = {}
 
     def forget(self, sequence: Sequence) -> None:
@@ -137,7 +139,7 @@ class Speculation:
         generating = [s for s in running if not s.parked and s.computed >= s.prompt]
         for s in generating:
             s.draft = []  # of a step that it had to sit out
-        room = self._costs[-1][0] - len(generating)
+        room = self._costs[-1][0] - len(generating) if self.on else 0
         drafts: dict[Sequence, list[int]] = {}
         failed: list[tuple[Sequence, Exception]] = []
         for s in generating if room > 0 else ():

@@ -72,12 +72,11 @@ def add_kv_memory_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_speculate_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--speculate",
-        choices=("ngram",),
-        help="draft from prompt and output what may come next: faster where text repeats, and the same text",
-    )
+def add_speculate_argument(
+    parser: argparse.ArgumentParser,
+    text: str = "draft from prompt and output what may come next: faster where text repeats, and the same text",
+) -> None:
+    parser.add_argument("--speculate", choices=("ngram",), help=text)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
