@@ -119,7 +119,13 @@ def measure(
 
 
 def measure_drafts(
-    runner: Runner, load: Load, right: float, pages: int | None = None, repeats: int = 5, seconds: float = 1.0
+    runner: Runner,
+    load: Load,
+    right: float,
+    pages: int | None = None,
+    repeats: int = 5,
+    seconds: float = 1.0,
+    warmup: float = 1.0,
 ) -> Drafts:
     """`measure` without drafts and with those of a Replay of each sequence's own text, by turns."""
     pages = load.batch * page_count(load.context) if pages is None else pages
@@ -135,7 +141,7 @@ def measure_drafts(
         runs = _Runs(engine, vocab_size, load)
         texts |= {tuple(prompt): prompt + ids for prompt, ids in zip(runs.prompts, runs.generated, strict=True)}
         for speculation.on in rates:
-            runs.warm_up(1.0)
+            runs.warm_up(warmup)
         for _ in range(repeats):
             for speculation.on, measured in rates.items():
                 measured.append(runs.rates(seconds)[1])

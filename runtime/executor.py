@@ -117,7 +117,7 @@ class Executor:
             if s not in due:
                 self._scheduler.advance(s, s.computed + 1)
             s.owner.drafted_tokens += len(s.draft)
-        together = [s for s in due if s.draft and logits.device.type == "cuda" and s.owner.sampler.runs_ahead]
+        together = [s for s in due if logits.device.type == "cuda" and s.owner.sampler.runs_ahead]
         if together:
             rows = [due[s] + i for s in together for i in range(1 + len(s.draft))]
             yield from self._verify(together, _picked(logits, rows))
