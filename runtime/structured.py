@@ -135,7 +135,7 @@ class _Vocabulary:
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
         self.special_token_ids = [i for i in range(vocab_size) if tokenizer.is_special(i)]
         special = {b"", *(self.tokens[i] for i in self.special_token_ids)}
-        self._ids = {token: i for i, token in enumerate(self.tokens) if token not in special}  # of bytes come first
+        self._ids = {token: i for i, token in enumerate(self.tokens) if token not in special}
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
