@@ -15,6 +15,7 @@ PACKAGE = Path(nibblelm.__file__).parent
 LAYERS = [
     ["errors", "memory", "sizes", "_cpu", "_cuda", "pages", "nibblelm"],
     ["ops"],
+    ["arguments"],
     ["config", "config_keys", "rope_config", "checkpoint", "graph"],
     ["quant"],
     ["tokenizer", "rope_scaling", "rope", "kv_cache", "weights", "random_weights", "layers"],

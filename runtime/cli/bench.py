@@ -264,7 +264,7 @@ def _from_model(args: argparse.Namespace, context: int) -> tuple["Runner", dict[
 def _from_shape(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:
     import time
 
-    from nibblelm.engine import numeric_types, select_device, use_threads
+    from nibblelm.arguments import numeric_types, select_device, use_threads
     from nibblelm.errors import RequestError
     from nibblelm.models import family
     from nibblelm.random_weights import RandomWeights

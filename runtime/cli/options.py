@@ -39,7 +39,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_device_argument(parser: argparse.ArgumentParser, text: str = "") -> None:
-    """--device, whose name `nibblelm.engine.select_device` reads."""
+    """--device, whose name `nibblelm.arguments.select_device` reads."""
     text = f"{text}: " if text else ""
     parser.add_argument("--device", default="auto", help=f"{text}auto, cpu, cuda, or cuda:1 for one of several cards")
 
