@@ -25,9 +25,10 @@ out/demo-int4/config.json: .venv/.installed $(wildcard $(DEMO)/*)
 test: .venv/.installed-test
 	$(BIN)/pytest -n 2 --dist loadfile
 
-# What `make test` takes a sample of: random schedules of the engine, families in all formats
+# What `make test` takes a sample of: random schedules of the engine, prompts with drafts, families in all formats
 check-long: .venv/.installed-test
-	$(BIN)/pytest -n 2 tests/engine/test_scheduler.py tests/engine/test_exactness.py --schedules 2000
+	$(BIN)/pytest -n 2 tests/engine/test_scheduler.py tests/engine/test_exactness.py tests/engine/test_speculation.py \
+		--schedules 2000
 	$(BIN)/pytest -n 2 tests/models tests/engine/test_exactness.py --every
 
 lint: .venv/.installed-lint

@@ -11,6 +11,7 @@ import hashlib
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from nibblelm.request import GenerationOutput, Request
 from nibblelm.runner import Runner
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Scheduler
+from nibblelm.speculation import STEP_COST, PromptLookup, Speculation
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,35 @@ class Speed:
     ids_hash: str
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """Decoded tokens per second without and with drafts (mean, standard deviation), in runs that took turns, and the
+    ratio of neighbours (median, least, most); how many drafts there were, and a hash of the ids, which are the same."""
+
+    without: tuple[float, float]
+    with_drafts: tuple[float, float]
+    ratio: tuple[float, float, float]
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    ids_hash: str
+
+
+class Replay:
+    """Drafts looked up in an earlier run's prompt and output, with tokens made wrong at random: a share `right` is left
+    as it was."""
+
+    def __init__(self, text: list[int], right: float, vocab_size: int) -> None:
+        draw = random.Random(0)
+        self._lookup, self._text, self._vocab_size = PromptLookup(), text, vocab_size
+        self._wrong = [draw.random() >= right for _ in text]
+
+    def draft(self, ids: list[int], most: int) -> list[int]:
+        found = self._lookup.draft(self._text + ids, most)
+        wrong = self._wrong[len(ids) :]
+        return [(token + no) % self._vocab_size for token, no in zip(found, wrong, strict=False)]
+
+
 def prompts(load: Load, vocab_size: int) -> list[list[int]]:
     """Random prompts of depth + prompt_tokens ids, different for each sequence of the batch."""
     generator = torch.Generator().manual_seed(1)
@@ -79,7 +110,10 @@ def measure(
     runner.reserve(load.batch + 1, pages + 1)
     engine = Engine(runner, Scheduler(load.batch, pages, STEP_TOKENS[runner.device.type]))
     try:
-        return _measured(engine, runner.model.config.vocab_size, load, repeats, seconds, warmup)
+        runs = _Runs(engine, runner.model.config.vocab_size, load)
+        runs.warm_up(warmup)
+        prefill, decode = zip(*(runs.rates(seconds) for _ in range(repeats)), strict=True)
+        return Speed(_mean_std(prefill), _mean_std(decode), runs.ids_hash)
     finally:
         engine.close()
 
@@ -88,6 +122,42 @@ def mixed_lengths(requests: int) -> list[tuple[int, int]]:
     """Tokens of the prompt and of the output of each request of the mixed load."""
     draw = random.Random(0)
     return [(draw.randint(64, 1024), draw.randint(64, 512)) for _ in range(requests)]
+
+
+def measure_drafts(
+    runner: Runner,
+    load: Load,
+    right: float,
+    pages: int | None = None,
+    repeats: int = 5,
+    seconds: float = 1.0,
+    warmup: float = 1.0,
+) -> Drafts:
+    """`measure` without drafts and with those of a Replay of each sequence's own text, by turns."""
+    pages = load.batch * page_count(load.context) if pages is None else pages
+    runner.reserve(load.batch + 1, pages + 1)
+    vocab_size, device = runner.model.config.vocab_size, runner.device.type
+    texts: dict[tuple[int, ...], list[int]] = {}
+    speculation = Speculation(lambda prompt: Replay(texts[tuple(prompt)], right, vocab_size), STEP_COST[device])
+    scheduler = Scheduler(load.batch, pages, STEP_TOKENS[device])
+    engine = Engine(runner, scheduler, speculation=speculation)
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    try:
+        speculation.on = False
+        runs = _Runs(engine, vocab_size, load)
+        texts |= {tuple(prompt): prompt + ids for prompt, ids in zip(runs.prompts, runs.generated, strict=True)}
+        for speculation.on in rates:
+            runs.warm_up(warmup)
+        for _ in range(repeats):
+            for speculation.on, measured in rates.items():
+                measured.append(runs.rates(seconds)[1])
+    finally:
+        engine.close()
+    ratios = [with_drafts / without for without, with_drafts in zip(*rates.values(), strict=True)]
+    ratio = statistics.median(ratios), min(ratios), max(ratios)
+    counts = engine.stats
+    counted = (counts.drafts, counts.draft_tokens, counts.accepted_tokens)
+    return Drafts(_mean_std(rates[False]), _mean_std(rates[True]), ratio, *counted, runs.ids_hash)
 
 
 def measure_mixed(runner: Runner, pages: int | None = None, requests: int = 256, repeats: int = 3) -> Mixed:
@@ -122,49 +192,60 @@ def measure_mixed(runner: Runner, pages: int | None = None, requests: int = 256,
     return Mixed(requests, sum(prompt for prompt, _ in lengths), total, _mean_std(rates))
 
 
-def _measured(engine: Engine, vocab_size: int, load: Load, repeats: int, seconds: float, warmup: float) -> Speed:
-    ids = prompts(load, vocab_size)
+class _Runs:
+    """Runs of one load, all of which must give the same ids. What its depth needs is in the cache from the first on."""
 
-    def run(tokens: int, length: int | None = None) -> tuple[float, list[list[int]]]:
+    def __init__(self, engine: Engine, vocab_size: int, load: Load) -> None:
+        self._engine, self._vocab_size, self._load = engine, vocab_size, load
+        self.prompts = prompts(load, vocab_size)
+        if load.depth:
+            self.run(1, load.depth)
+        self.generated = self.run(load.generated_tokens)[1]
+
+    def run(self, tokens: int, length: int | None = None) -> tuple[float, list[list[int]]]:
         """Seconds, and the ids of each output, of `tokens` tokens after each prompt or its beginning."""
         params = SamplingParams(temperature=0, max_tokens=tokens)
-        requests = [Request(prompt[:length], params, None, vocab_size, load.context, set()) for prompt in ids]
+        requests = [
+            Request(prompt[:length], params, None, self._vocab_size, self._load.context, set())
+            for prompt in self.prompts
+        ]
         begun = time.perf_counter()
         handles = []
         for request in requests:
-            request.share = load.depth
-            handles.append(engine.add(request, stream=False))
+            request.share = self._load.depth
+            handles.append(self._engine.add(request, stream=False))
         outputs: list[GenerationOutput] = [handle.result().output for handle in handles]
         spent = time.perf_counter() - begun
         if errors := [output.error for output in outputs if output.error is not None]:
             raise FloatingPointError(errors[0])
         return spent, [output.token_ids for output in outputs]
 
-    if load.depth:
-        run(1, load.depth)
-    deadline = time.perf_counter() + warmup
-    generated = run(load.generated_tokens)[1]
-    while time.perf_counter() < deadline:
-        run(load.generated_tokens)
-    prefill: list[float] = []
-    decode: list[float] = []
-    for _ in range(repeats):
-        first = whole = 0.0
-        rounds = 0
+    def warm_up(self, seconds: float) -> None:
+        deadline = time.perf_counter() + seconds
+        while time.perf_counter() < deadline:
+            self.run(self._load.generated_tokens)
+
+    def rates(self, seconds: float) -> tuple[float, float]:
+        """Tokens per second of prefill and of decoding, over runs of at least `seconds`."""
+        load, first, whole, rounds = self._load, 0.0, 0.0, 0
         while whole < seconds:
-            first += run(1)[0]
-            spent, again = run(load.generated_tokens)
-            assert again == generated, "greedy output must repeat from run to run"
+            first += self.run(1)[0]
+            spent, again = self.run(load.generated_tokens)
+            assert again == self.generated, "greedy output must repeat from run to run"
             whole += spent
             rounds += 1
-        prefill.append(rounds * load.batch * load.prompt_tokens / first)
         steps = rounds * load.batch * (load.generated_tokens - 1)
-        decode.append(steps / (whole - first) if steps and whole > first else 0.0)
-    digest = hashlib.sha256(repr([list(step) for step in zip(*generated, strict=True)]).encode()).hexdigest()[:16]
-    return Speed(_mean_std(prefill), _mean_std(decode), digest)
+        decode = steps / (whole - first) if steps and whole > first else 0.0
+        return rounds * load.batch * load.prompt_tokens / first, decode
+
+    @property
+    def ids_hash(self) -> str:
+        return hashlib.sha256(repr([list(step) for step in zip(*self.generated, strict=True)]).encode()).hexdigest()[
+            :16
+        ]
 
 
-def _mean_std(values: list[float]) -> tuple[float, float]:
+def _mean_std(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0
 
 

@@ -1,27 +1,23 @@
 """The Python API: load a folder, generate from prompts, stream, chat, read logits."""
 
 import dataclasses
-import re
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from nibblelm import _cpu, ops
+from nibblelm.arguments import numeric_types, select_device, use_threads
 from nibblelm.checkpoint import Checkpoint
 from nibblelm.config import DecoderConfig, token_ids
 from nibblelm.engine_core import Engine, Handle
-from nibblelm.errors import DeviceError, NibbleLMError, RequestError
+from nibblelm.errors import NibbleLMError, RequestError
 from nibblelm.kv_cache import bytes_per_page, bytes_per_token
 from nibblelm.memory import free_memory, require_memory
 from nibblelm.models import family, open_model, tensor_plan
-from nibblelm.ops.types import ActivationBits
 from nibblelm.pages import PAGE, page_count
 from nibblelm.prompts import Prompt, prompt_ids, prompt_list
 from nibblelm.request import GenerationOutput, LogitsRequest, Request, StreamPiece, Timings
@@ -29,6 +25,7 @@ from nibblelm.rope import rope_bytes
 from nibblelm.runner import Runner, workspace_bytes
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Scheduler
+from nibblelm.speculation import speculation
 from nibblelm.structured import Guides
 from nibblelm.tokenizer import Tokenizer, load_tokenizer
 from nibblelm.weights import CheckpointWeights, check_tensors
@@ -68,6 +65,7 @@ class LLM:
     kv_memory    bytes for keys and values, default what `max_sequences` of the whole context take, but at most 60 % of
                  what is free; on the CPU they are taken as they are used. A context that was not asked for is cut to it
     max_sequences   sequences that are computed together, default 64 on the CPU and 256 on CUDA; others wait
+    speculate    "ngram": draft what may come next from prompt and output; the tokens are the same (docs/serving.md)
 
     Any number of threads and of streams read in turns may use one LLM: each gets the text it would get alone. One
     thread computes for all of them, from the first call to `close`, or to the end of the LLM. A stream whose reader is
@@ -91,9 +89,11 @@ class LLM:
         graph: bool = True,
         kv_memory: int | None = None,
         max_sequences: int | None = None,
+        speculate: Literal["ngram"] | None = None,
     ) -> None:
         begun = time.perf_counter()
         self.device = select_device(device)
+        drafts = speculation(speculate, self.device.type)
         self.dtype, self.kv_dtype, self.activations = numeric_types(dtype, self.device, activations, kv)
         if threads is not None:
             use_threads(threads)
@@ -115,7 +115,7 @@ class LLM:
         self.runner = Runner(network, self.device, self.kv_dtype, self.max_context, graph)
         self.runner.reserve(self.max_sequences + 1, self.kv_pages + 1)
         scheduler = Scheduler(self.max_sequences, self.kv_pages, STEP_TOKENS[self.device.type])
-        self.engine = Engine(self.runner, scheduler)
+        self.engine = Engine(self.runner, scheduler, speculation=drafts)
         self.weight_bytes = weights.streamed_bytes
         self.load_s = time.perf_counter() - begun
 
@@ -340,61 +340,6 @@ def _check_positive(**values: Any) -> None:
     for name, value in values.items():
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise RequestError(f"{name} is {value!r}; supported: 1 or more, None for the default")
-
-
-def use_threads(count: int) -> None:
-    """Compute on `count` CPU threads, but on no more than the cores this process may use: they would wait for each
-    other."""
-    if not isinstance(count, int) or count < 1:
-        raise RequestError(f"threads is {count!r}; supported: 1 or more, None for the cores this process may use")
-    if count > (cores := _cpu.usable_cores()):
-        warnings.warn(
-            f"{count} threads were asked for; this process may use {cores} cores, so {cores} run", stacklevel=3
-        )
-    ops.set_threads(min(count, cores))
-
-
-def select_device(name: str) -> torch.device:
-    """The device of a name, a card with its number; DeviceError with the reason when a card cannot be used."""
-    if not (matched := re.fullmatch(r"auto|cpu|cuda(?::(\d{1,4}))?", name)):
-        raise RequestError(f"device {name!r} is not supported; use auto, cpu, cuda, or cuda:1 for one of several cards")
-    if name == "cpu":
-        return torch.device("cpu")
-    works, reason = ops.cuda_available()
-    if not works and name == "auto":
-        return torch.device("cpu")
-    if not works:
-        raise DeviceError(f"device {name} cannot be used: {reason}")
-    index, count = int(matched[1] or torch.cuda.current_device()), torch.cuda.device_count()
-    if index >= count:
-        raise DeviceError(f"device {name} cannot be used: torch sees {count}, cuda:0 to cuda:{count - 1}")
-    return torch.device("cuda", index)
-
-
-def numeric_types(
-    name: str, device: torch.device, activations: Literal[8, 16] | None = None, kv: str = "auto"
-) -> tuple[torch.dtype, torch.dtype, ActivationBits]:
-    """What `dtype`, `activations` and `kv` mean on a device: hidden state, cache, and bits of quantized layers' inputs.
-
-    Raises RequestError for what is not supported.
-    """
-    if name not in ("auto", "fp32", "bf16"):
-        raise RequestError(f"dtype {name!r} is not supported; use auto, fp32 or bf16")
-    if activations is not None and (not isinstance(activations, int) or activations not in (8, 16)):
-        raise RequestError(f"activations is {activations!r}; supported: 8 or 16 bits, None for what dtype says")
-    if kv not in ("auto", "bf16", "int8"):
-        raise RequestError(f"kv {kv!r} is not supported; use auto (the cache as dtype has it), bf16 or int8")
-    cache = torch.int8 if kv == "int8" else torch.float32 if (name, kv) == ("fp32", "auto") else torch.bfloat16
-    if name == "fp32":
-        if activations is not None and device.type == "cuda":
-            raise RequestError(
-                f"activations {activations} with dtype fp32 is not supported on CUDA, where inputs in fp32 have 24 "
-                "bits; use dtype bf16 (the default there), or leave activations out"
-            )
-        return torch.float32, cache, activations or 24
-    if device.type == "cuda":
-        return torch.bfloat16, cache, activations or 16
-    return torch.float32, cache, activations or (16 if name == "bf16" else 8)
 
 
 __all__ = ["LLM", "GenerationOutput", "NibbleLMError", "SamplingParams", "StreamPiece", "Timings"]

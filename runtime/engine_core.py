@@ -21,6 +21,7 @@ from nibblelm.executor import Choice, Executor
 from nibblelm.request import LogitsRequest, Request
 from nibblelm.runner import Runner
 from nibblelm.scheduler import Scheduler, Sequence
+from nibblelm.speculation import Speculation
 from nibblelm.stats import Stats
 
 BACKLOG = 64
@@ -36,8 +37,10 @@ class Engine:
     most       unfinished requests at a time
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, most: int = 4096) -> None:
-        self._core = _Core(runner, scheduler)
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, most: int = 4096, speculation: Speculation | None = None
+    ) -> None:
+        self._core = _Core(runner, scheduler, speculation)
         self.stats = self._core.stats
         self.scheduler = scheduler  # for the engine's thread; others may look at its counts
         self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker] = weakref.WeakKeyDictionary()
@@ -265,13 +268,13 @@ class _Channel:
 class _Core:
     """What the thread works on. It knows neither the Engine nor the handles, whose end it waits for."""
 
-    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler, speculation: Speculation | None) -> None:
         self.inbox: SimpleQueue[tuple[Callable[..., None] | None, tuple[Any, ...]]] = SimpleQueue()
         self.end: Callable[[], EngineError] | None = None  # makes what every request gets from now on
         self.finished = 0
         self.stats = Stats()
         self._scheduler, self._executor = scheduler, Executor(runner, scheduler)
-        self.runner = runner
+        self.runner, self._speculation = runner, speculation
         self._channels: dict[Sequence, _Channel] = {}
 
     def run(self) -> None:
@@ -335,12 +338,23 @@ class _Core:
 
     def step(self) -> None:
         """Compute what the scheduler plans, and hand out what comes of it."""
+        pays = self._speculation is not None and self._drafted(self._speculation)
         plan = self._scheduler.plan()
-        for sequence, choice in self._executor.run(plan):
+        drafts = [(s.owner, len(s.draft), s.owner.accepted_tokens) for s in plan.decodes if s.draft]
+        for sequence, choice in self._executor.run(plan, land=pays):
             self._deliver(sequence, choice)
+        for request, drafted, accepted in drafts:
+            self.stats.draft(drafted, request.accepted_tokens - accepted)
         self.stats.steps += 1
         if plan.decodes or plan.chunks:
             self.stats.progress = time.monotonic()
+
+    def _drafted(self, speculation: Speculation) -> bool:
+        """`Speculation.propose`; a request whose drafter has failed ends."""
+        pays, failed = speculation.propose(self._scheduler.running, self._executor.ahead)
+        for sequence, error in failed:
+            self._deliver(sequence, RequestError(f"its drafter failed with {type(error).__name__}: {error}"))
+        return pays
 
     def _deliver(self, sequence: Sequence, choice: Choice) -> None:
         request, channel = sequence.owner, self._channels[sequence]
@@ -374,6 +388,8 @@ class _Core:
         if self._channels.pop(sequence, None) is not None:
             self.finished += 1
             self._scheduler.remove(sequence)
+            if self._speculation is not None:
+                self._speculation.forget(sequence)
 
 
 def _stop(inbox: SimpleQueue[Any], thread: threading.Thread) -> None:

@@ -3,21 +3,23 @@
 On CUDA the sequences that sample on the device run as one flight, which stays a step ahead of the host for as long as
 its members stay the same. The host samples for the others: those that report log-probabilities, whose draws must not
 depend on who is beside them, those that may not end yet, and those that compute tokens again after preemption, which
-draw nothing.
+draw nothing. While a draft is verified all are in one step, which the host waits for, and nothing is ahead.
 """
 
 import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate, islice
 from math import isfinite
 
 import torch
 from torch import Tensor
 
 from nibblelm import ops
+from nibblelm.decode_steps import SampledSteps
 from nibblelm.errors import RequestError
 from nibblelm.request import LogitsRequest, Request
-from nibblelm.runner import PREFILL_CHUNK, Prompt, Runner, SampledSteps
+from nibblelm.runner import PREFILL_CHUNK, Prompt, Runner
 from nibblelm.sampler import Sampled, Sampler, device_sampling, unusable_logits
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Chunk, Plan, Scheduler, Sequence
@@ -45,18 +47,27 @@ class Executor:
         self._members: list[Sequence] = []  # of the flight
         self._flight: SampledSteps | None = None
 
-    def run(self, plan: Plan) -> Iterator[tuple[Sequence, Choice]]:
-        """Compute a step. Yields each sequence that is due a token with what was chosen for it, as soon as it is."""
+    @property
+    def ahead(self) -> bool:
+        """Whether the device computes a step already whose tokens the host has not seen."""
+        return self._flight is not None and self._flight.in_flight
+
+    def run(self, plan: Plan, land: bool = False) -> Iterator[tuple[Sequence, Choice]]:
+        """Compute a step. Yields each sequence that is due a token with what was chosen for it, as soon as it is.
+
+        A sequence with a draft is due several. `land`: nothing is ahead after this step, which has no drafts.
+        """
         if plan.moved:
             self._runner.set_tables({s.slot: s.pages for s in plan.moved})
         for s in plan.moved:
             self._runner.set_prompt(s.slot, s.ids, s.prompt)
-        if self._runner.samples_on_device:
+        if self._runner.samples_on_device and not any(s.draft for s in plan.decodes):
             flying = [s for s in plan.decodes if s.at_end and s.owner.sampler.runs_ahead]
             hosted = [s for s in plan.decodes if not s.at_end or not s.owner.sampler.runs_ahead]
-            yield from self._fly(flying, any(c.last == c.sequence.prompt for c in plan.chunks))
+            yield from self._fly(flying, land or any(c.last == c.sequence.prompt for c in plan.chunks))
         else:
-            hosted = plan.decodes
+            assert not self.ahead
+            self._flight, hosted = None, plan.decodes
         if hosted:
             yield from self._decode(hosted)
         ended: list[tuple[Sequence, Tensor]] = []
@@ -97,13 +108,47 @@ class Executor:
                 yield s, choice
 
     def _decode(self, members: list[Sequence]) -> Iterator[tuple[Sequence, Choice]]:
-        logits = self._runner.decode(*self._rows(members))[: len(members)]
-        due = [(i, s) for i, s in enumerate(members) if s.at_end]
+        """A row of each sequence and of each token of its draft. The first row's token is chosen; where it is what was
+        drafted, the next row's is, and so on: each after what came before it."""
+        logits = self._runner.decode(*self._rows(members))
+        firsts = accumulate((1 + len(s.draft) for s in members), initial=0)
+        due = {s: first for s, first in zip(members, firsts, strict=False) if s.at_end}
         for s in members:
-            self._scheduler.advance(s, s.computed + 1)
-        if len(due) < len(members):
-            logits = logits[[i for i, _ in due]]
-        yield from _chosen([s for _, s in due], logits)
+            if s not in due:
+                self._scheduler.advance(s, s.computed + 1)
+            s.owner.drafted_tokens += len(s.draft)
+        together = [s for s in due if logits.device.type == "cuda" and s.owner.sampler.runs_ahead]
+        if together:
+            rows = [due[s] + i for s in together for i in range(1 + len(s.draft))]
+            yield from self._verify(together, _picked(logits, rows))
+        while due := {s: row for s, row in due.items() if s not in together}:
+            going: dict[Sequence, int] = {}
+            for s, choice in _chosen(list(due), _picked(logits, list(due.values()))):
+                right = self._accept(s, choice)
+                yield s, choice
+                if right and s.running:
+                    going[s] = due[s] + 1
+            due = going
+
+    def _verify(self, members: list[Sequence], logits: Tensor) -> Iterator[tuple[Sequence, Choice]]:
+        """The same from all rows of sequences whose tokens need not be seen before the next is drawn, drawn at once."""
+        samplers = [s.owner.sampler for s in members for _ in range(1 + len(s.draft))]
+        tokens = iter(_drawn(samplers, logits, [s.draft[:i] for s in members for i in range(1 + len(s.draft))]))
+        for s in members:
+            for token in list(islice(tokens, 1 + len(s.draft))):
+                choice = _accepted(s.owner.sampler, token)
+                right = self._accept(s, choice)
+                yield s, choice
+                if not (right and s.running):
+                    break
+
+    def _accept(self, s: Sequence, choice: Sampled | RequestError) -> bool:
+        """The token after the newest one is chosen. Whether it was drafted so, and the next row counts."""
+        self._scheduler.advance(s, s.computed + 1)
+        right = isinstance(choice, Sampled) and s.draft[:1] == [choice.token_id]
+        s.draft = s.draft[1:] if right else []
+        s.owner.accepted_tokens += right
+        return right
 
     def _fly(self, wanted: list[Sequence], more_to_come: bool) -> Iterator[tuple[Sequence, Choice]]:
         """A step of the flight. When its members change, the step that it is ahead is used up first."""
@@ -125,7 +170,7 @@ class Executor:
                 yield s, _accepted(s.owner.sampler, token)
 
     def _launched(self, members: list[Sequence]) -> SampledSteps:
-        ids, slots = self._rows(members)
+        ids, slots, _ = self._rows(members)
         vocab_size = self._runner.model.config.vocab_size
         greedy = Sampler(SamplingParams(temperature=0), vocab_size)
         samplers = [s.owner.sampler for s in members] + [greedy] * (len(ids) - len(members))
@@ -133,13 +178,16 @@ class Executor:
         self._flight = self._runner.sampled_steps(ids, slots, device_sampling(samplers, vocab_size))
         return self._flight
 
-    def _rows(self, members: list[Sequence]) -> tuple[list[int], list[int]]:
-        """Ids and slots of a step, filled up. What a flight wrote for sequences that went on alone is forgotten."""
+    def _rows(self, members: list[Sequence]) -> tuple[list[int], list[int], list[int]]:
+        """Ids, slots and positions of a step, filled up. What drafts and a flight wrote for nobody is forgotten."""
         for s in members:
             del self._runner.history[s.slot][s.computed :]
         self._runner.history[self._spare].clear()
-        more = next((count for count in self._step_rows if count >= len(members)), len(members)) - len(members)
-        return [s.ids[s.computed] for s in members] + [0] * more, [s.slot for s in members] + [self._spare] * more
+        ids = [token for s in members for token in (s.ids[s.computed], *s.draft)]
+        slots = [s.slot for s in members for _ in range(1 + len(s.draft))]
+        positions = [s.computed + i for s in members for i in range(1 + len(s.draft))]
+        more = next((count for count in self._step_rows if count >= len(ids)), len(ids)) - len(ids)
+        return ids + [0] * more, slots + [self._spare] * more, positions + [0] * more
 
 
 def _launches(chunks: Iterable[Chunk], room: int) -> Iterator[list[Chunk]]:
@@ -162,6 +210,12 @@ def _launches(chunks: Iterable[Chunk], room: int) -> Iterator[list[Chunk]]:
                 together, free = [], room
     if together:
         yield together
+
+
+def _picked(logits: Tensor, rows: list[int]) -> Tensor:
+    """Rows in rising order, where that is possible without a copy."""
+    first, last = (rows[0], rows[-1] + 1) if rows else (0, 0)
+    return logits[first:last] if last - first == len(rows) else logits[rows]
 
 
 def _chosen(members: list[Sequence], logits: Tensor) -> Iterator[tuple[Sequence, Sampled | RequestError]]:
@@ -187,14 +241,16 @@ def _choose_on_device(samplers: list[Sampler], logits: Tensor) -> list[Sampled |
                 masks[i] = masks[i] if sampler.guide is None else sampler.allowed()[0]
             except RequestError as error:
                 failed[i] = error
-        logits = ops.mask_logits(logits, masks.to(logits.device))
-    state = device_sampling(samplers, logits.shape[1])
-    moved = {
-        f.name: t.to(logits.device) for f in dataclasses.fields(state) if (t := getattr(state, f.name)) is not None
-    }
-    tokens: list[int] = ops.sample(logits, dataclasses.replace(state, **moved)).tolist()
-    drawn = zip(samplers, tokens, strict=True)
-    return [failed.get(i) or _accepted(sampler, token) for i, (sampler, token) in enumerate(drawn)]
+        logits = ops.mask_logits(logits, ops.to_device(masks, logits.device))
+    tokens = zip(samplers, _drawn(samplers, logits), strict=True)
+    return [failed.get(i) or _accepted(sampler, token) for i, (sampler, token) in enumerate(tokens)]
+
+
+def _drawn(samplers: list[Sampler], logits: Tensor, drafts: list[list[int]] | None = None) -> list[int]:
+    """What the device draws from each row of logits (M, vocab), as `device_sampling` has it."""
+    state = device_sampling(samplers, logits.shape[1], drafts)
+    moved = {name: ops.to_device(t, logits.device) for name, t in state.tensors().items() if t is not None}
+    return ops.sample(logits, dataclasses.replace(state, **moved)).tolist()
 
 
 def _accepted(sampler: Sampler, token: int) -> Sampled | RequestError:

@@ -27,6 +27,8 @@ class Timings:
     generated_tokens: int
     decode_s: float
     queue_s: float = 0.0  # before its prompt was begun
+    drafted_tokens: int = 0  # that were computed as a draft, and those of them that were right
+    accepted_tokens: int = 0
 
     @property
     def prefill_tok_s(self) -> float:
@@ -111,6 +113,7 @@ class Request:
         self.finish: FinishReason | None = None
         self.error: str | None = None
         self.start = 0  # prompt tokens that were found in the cache
+        self.drafted_tokens = self.accepted_tokens = 0
         self.created = self.last = time.perf_counter()  # `last`: when its newest token came
         self.begun = self.first = 0.0
 
@@ -168,6 +171,8 @@ class Request:
                 len(self.sampled),
                 now - self.first,
                 self.begun - self.created,
+                self.drafted_tokens,
+                self.accepted_tokens,
             ),
             error=self.error,
         )

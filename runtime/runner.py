@@ -4,13 +4,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.config import DecoderConfig
+from nibblelm.decode_steps import DecodeStep, SampledSteps
 from nibblelm.errors import RequestError
 from nibblelm.graph import Graph, Value, fused, record
 from nibblelm.kv_cache import KVCache, bytes_per_page
@@ -60,17 +61,8 @@ class _PromptStep:
     result: Tensor
 
 
-@dataclass(frozen=True)
-class _DecodeStep:
-    """One decode step for M sequences: its inputs and its result at fixed addresses, and the program between them."""
-
-    rows: Tensor  # (3 or more, M) int32: ids, positions, slots, and what `Rope.rows` gives
-    program: Any
-    result: Tensor
-    host_ids: Tensor | None = None  # (2, M) int32, pinned: where sampling leaves the ids of the last two steps
-
-    def load(self, rows: Sequence[Sequence[int]]) -> None:
-        self.rows.copy_(torch.tensor(rows, dtype=torch.int32))
+_Kind = Literal["apart", "related", "sampled"]
+"""Of decode steps: rows of different sequences; rows that may attend to each other; apart, with their tokens drawn."""
 
 
 class _Eager:
@@ -99,9 +91,9 @@ class Runner:
         self.cache: Any = None
         if device.type == "cpu":
             ops.backend(device).keep_freed_memory()
-        self._graphs: dict[tuple[bool, bool], Graph] = {}  # by what Step has: tiles, wanted
-        self._steps: dict[tuple[int, bool], _DecodeStep] = {}
-        self._states: dict[tuple[int, bool], SamplingState] = {}
+        self._graphs: dict[tuple[bool, bool, bool], Graph] = {}  # by what Step has, tiles and wanted, and `related`
+        self._steps: dict[tuple[int, _Kind], DecodeStep] = {}
+        self._states: dict[int, SamplingState] = {}
         self._prompt_steps: dict[tuple[int, int], _PromptStep | None] = {}  # by rows and tiles; None: seen once
         self._pool: Any = None  # of the device memory that prompt steps have in common
 
@@ -258,14 +250,19 @@ class Runner:
         """Numbers that a step reads for each token: `_host_rows`."""
         return 3 + len(self.model.rope.rows([], []))
 
-    def decode(self, ids: Sequence[int], slots: Sequence[int]) -> Tensor:
-        """Feed one token to each of M slots. Returns logits (M, vocab), fp32, valid until the next call."""
-        positions = [len(self.history[slot]) for slot in slots]
+    def decode(self, ids: Sequence[int], slots: Sequence[int], positions: Sequence[int] | None = None) -> Tensor:
+        """Feed M tokens, each to a slot's next position or to those given, which of one slot follow each other.
+
+        Returns logits (M, vocab), fp32, valid until the next call.
+        """
+        if positions is None:
+            positions = [len(self.history[slot]) for slot in slots]
         self.model.rope.reach(max(positions) + 1)
-        key = (len(ids), False)
+        related = self.device.type == "cuda" and len(set(zip(slots, positions, strict=True))) > len(set(slots))
+        key: tuple[int, _Kind] = len(ids), "related" if related else "apart"
         if key not in self._steps:
             rows = self._rows(ids, positions, slots)
-            self._steps[key] = self._recorded(rows, lambda: self._logits(rows))
+            self._steps[key] = self._recorded(rows, lambda: self._logits(rows, related))
         step = self._steps[key]
         step.load(self._host_rows(ids, positions, slots))
         step.program.replay()
@@ -273,18 +270,18 @@ class Runner:
             self.history[slot].append(token)
         return step.result
 
-    def sampled_steps(self, ids: Sequence[int], slots: Sequence[int], state: SamplingState) -> "SampledSteps":
+    def sampled_steps(self, ids: Sequence[int], slots: Sequence[int], state: SamplingState) -> SampledSteps:
         """Decode with sampling on the device: each step feeds its tokens to the next. CUDA only.
 
         `state` holds the sampling parameters of the M sequences, and is copied.
         """
         positions = [len(self.history[slot]) for slot in slots]
-        key = (len(ids), True)
+        key: tuple[int, _Kind] = len(ids), "sampled"
         wide = state.vocab_size > 0
-        if key not in self._steps or (self._states[key].vocab_size > 0) != wide:
+        if key not in self._steps or (self._states[len(ids)].vocab_size > 0) != wide:
             rows = self._rows(ids, positions, slots)
             vocab = self.model.config.vocab_size if wide else 0
-            own = self._states[key] = SamplingState.greedy(len(ids), self.device, vocab)
+            own = self._states[len(ids)] = SamplingState.greedy(len(ids), self.device, vocab)
             next_ids, positions_in = rows[0], rows[1]
             with self._card():  # pinned memory, too, is made through the current card
                 host_ids = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=True)
@@ -294,23 +291,24 @@ class Runner:
 
             self._steps[key] = replace(self._recorded(rows, body), host_ids=host_ids)
         given = state.tensors()
-        for name, target in self._states[key].tensors().items():
+        for name, target in self._states[len(ids)].tensors().items():
             if target is not None and (source := given[name]) is not None:
                 target.copy_(source)
         self._steps[key].load(self._host_rows(ids, positions, slots))
-        return SampledSteps(self, self._steps[key], list(ids), list(slots), state.steps.tolist())
+        drawn = state.steps.tolist()
+        return SampledSteps(self._steps[key], self.history, self.capacity, list(ids), list(slots), drawn)
 
     def kernels_per_step(self, batch: int) -> int:
         """Kernels of the decode step for `batch` sequences that has run."""
-        step = self._steps.get((batch, True)) or self._steps[batch, False]
+        step = self._steps.get((batch, "sampled")) or self._steps[batch, "apart"]
         return len(step.program)
 
-    def _logits(self, rows: Tensor) -> Tensor:
-        return self._graph(prompts=False, every_row=True)(*self._inputs(rows))
+    def _logits(self, rows: Tensor, related: bool = False) -> Tensor:
+        return self._graph(prompts=False, every_row=True, related=related)(*self._inputs(rows))
 
-    def _graph(self, prompts: bool, every_row: bool) -> Graph:
+    def _graph(self, prompts: bool, every_row: bool, related: bool = False) -> Graph:
         """The ops from ids, positions and slots, of prompts also tiles and wanted, to the logits."""
-        key, extra = (prompts, every_row), 2 if self.bidirectional else int(self.model.rope.moves)
+        key, extra = (prompts, every_row, related), 2 if self.bidirectional else int(self.model.rope.moves)
         if key not in self._graphs:
 
             def forward(ids: Value, positions: Value, slots: Value, *more: Value) -> Value:
@@ -320,20 +318,20 @@ class Runner:
                 return self.model.forward(Step(ids, positions, slots, self.cache, tiles, wanted, places, context))
 
             graph = record(forward, 3 + extra + 2 * prompts, self.device)
-            self._graphs[key] = fused(graph) if self.graph else graph
+            self._graphs[key] = fused(graph, related) if self.graph else graph
         return self._graphs[key]
 
-    def _recorded(self, rows: Tensor, body: Any) -> _DecodeStep:
+    def _recorded(self, rows: Tensor, body: Any) -> DecodeStep:
         """`body` as a program. On CUDA it runs once before it is captured, since first use of a kernel loads it."""
         with self._card():
             if not self.graph:
                 result = body()
-                return _DecodeStep(rows, _Eager(body, result), result)
+                return DecodeStep(rows, _Eager(body, result), result)
             if self.device.type == "cuda":
                 body()
             with ops.capture(self.device) as program:
                 result = body()
-            return _DecodeStep(rows, program, result)
+            return DecodeStep(rows, program, result)
 
     def _card(self) -> AbstractContextManager[object]:
         """The runner's card as the current one: once for a whole step is cheaper than for each of its ops."""
@@ -349,44 +347,3 @@ class Runner:
     def _inputs(rows: Tensor) -> Sequence[Tensor]:
         """A graph's inputs: rows one by one, but two streams of places together."""
         return rows.unbind() if len(rows) < 6 else (*rows[:3], rows[3:5], rows[5])
-
-
-class SampledSteps:
-    """A run of decode steps that sample on the device. `next` keeps one step in flight ahead of the host.
-
-    The host waits once per token: for the end of its step, which wrote the tokens into host memory.
-    """
-
-    def __init__(self, runner: Runner, step: _DecodeStep, ids: list[int], slots: list[int], drawn: list[int]) -> None:
-        self._runner, self._step, self._slots = runner, step, slots
-        self._fed, self._drawn = ids, drawn  # ids of the step to come; output tokens of each sequence before it
-        self._ready = [torch.cuda.Event(), torch.cuda.Event()]
-        self._launched = self._read = 0
-
-    def next(self, last: bool = False) -> list[int]:
-        """The tokens of the next step, one per sequence; `last` launches nothing beyond it."""
-        while self._launched < self._read + (1 if last else 2) and (self._launched == self._read or self._has_room()):
-            self._launch()
-        self._ready[self._read % 2].synchronize()
-        assert self._step.host_ids is not None
-        last_two = self._step.host_ids.tolist()
-        tokens = [last_two[(drawn + self._read) % 2][i] for i, drawn in enumerate(self._drawn)]
-        for slot, token in zip(self._slots, self._fed, strict=True):
-            self._runner.history[slot].append(token)
-        self._fed = tokens
-        self._read += 1
-        return tokens
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether a step is launched whose tokens have not been read."""
-        return self._launched > self._read
-
-    def _has_room(self) -> bool:
-        ahead = self._launched - self._read
-        return all(len(self._runner.history[slot]) + ahead < self._runner.capacity for slot in self._slots)
-
-    def _launch(self) -> None:
-        self._step.program.replay()
-        self._ready[self._launched % 2].record(torch.cuda.current_stream(self._runner.device))
-        self._launched += 1

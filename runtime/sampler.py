@@ -192,8 +192,14 @@ def unusable_logits(peak: float | str) -> RequestError:
     return RequestError(f"the largest logit is {peak}: the model's output, or the logit bias, is not usable")
 
 
-def device_sampling(samplers: Sequence[Sampler], vocab_size: int) -> SamplingState:
-    """What `ops.sample` needs to go on where these samplers stand, a row for each, on the CPU."""
+def device_sampling(
+    samplers: Sequence[Sampler], vocab_size: int, drafts: Sequence[Sequence[int]] | None = None
+) -> SamplingState:
+    """What `ops.sample` needs to go on where these samplers stand, a row for each, on the CPU.
+
+    drafts  or would stand after these tokens, of each
+    """
+    drafts = drafts or [()] * len(samplers)
     wide = any(s._seen is not None or s._output is not None or s._bias_ids.size for s in samplers)
     state = SamplingState.greedy(len(samplers), torch.device("cpu"), vocab_size if wide else 0)
     of_all = (s.params for s in samplers)
@@ -208,7 +214,7 @@ def device_sampling(samplers: Sequence[Sampler], vocab_size: int) -> SamplingSta
     for tensor, values in zip((*targets, state.repetition, state.presence, state.frequency), columns, strict=True):
         tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
     state.seeds.copy_(torch.tensor([s.seed - (1 << 64) * (s.seed >> 63) for s in samplers]))  # the same bits, signed
-    state.steps.copy_(torch.tensor([s.position for s in samplers]))
+    state.steps.copy_(torch.tensor([s.position + len(d) for s, d in zip(samplers, drafts, strict=True)]))
     if state.bias is None or state.prompt is None or state.counts is None:
         return state
     for row, sampler in enumerate(samplers):
@@ -218,6 +224,8 @@ def device_sampling(samplers: Sequence[Sampler], vocab_size: int) -> SamplingSta
         if sampler._output is not None:
             counts = torch.from_numpy(sampler._output.counts).int()
             state.counts[row, torch.from_numpy(sampler._output.ids)] = counts
+        for token in drafts[row]:
+            state.counts[row, token] += 1
     return state
 
 

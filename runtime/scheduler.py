@@ -3,7 +3,8 @@
 A sequence has tokens that it wants (its prompt, then what was generated) and tokens that are computed, whose keys and
 values are in its pages. That covers a prompt cut in chunks, one whose beginning is found in pages of others, and one
 that was preempted: it wants what it wanted, and nothing is computed. Prompt tokens are computed in chunks, generated
-tokens one at a time, also when they are computed again.
+tokens one at a time, also when they are computed again, but for a draft: tokens that may come next, computed in the
+same step. They are no part of the sequence; what those that turn out wrong left in its pages is written over.
 
 First come, first served: in each step every sequence that generates comes first, oldest first, then prompts fill the
 budget. When pages run out, a sequence whose reader sits out gives up its own, then the newest does. The oldest that is
@@ -53,6 +54,7 @@ class Sequence:
     slot: int = -1  # -1: not running
     parked: bool = False  # its reader is behind
     pages: list[int] = field(default_factory=list)
+    draft: list[int] = field(default_factory=list)  # for the next step, where only the newest token is not computed
     published: int = 0  # pages of its prompt that can be found
     chain: int = ROOT  # the chain that the last of them ends, `root` before the first
 
@@ -81,7 +83,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: a token for each of `decodes`, at its position `computed`, and chunks of prompts.
+    """One step: a token for each of `decodes`, at its position `computed`, its draft behind it, and chunks of prompts.
 
     `moved` are the sequences whose slot or pages have changed since the last plan.
     """
@@ -154,6 +156,10 @@ class Scheduler:
             elif self._grow(s, min(s.computed + 1 + AHEAD, s.limit - 1)):
                 decodes.append(s)
         budget = self._step_budget(len(prompts) + len(self.waiting), len(decodes)) - len(decodes)
+        for s in decodes:
+            if s.draft:
+                self._fit_draft(s, budget // 2)  # what is left is for prompts
+                budget -= len(s.draft)
         chunks: list[Chunk] = []
         begun: set[tuple[int, tuple[int, ...]]] = set()  # full pages that this step begins, as the pool knows them
         for s in self._prompts(prompts):
@@ -173,6 +179,16 @@ class Scheduler:
             page, tokens = sequence.pages[sequence.published], sequence.ids[end - PAGE : end]
             sequence.chain = self.pool.publish(page, sequence.chain, tokens)
             sequence.published += 1
+
+    def _fit_draft(self, s: Sequence, most: int) -> None:
+        """Cut a draft to `most` tokens, to what may be generated, and to pages that nobody has to give up."""
+        del s.draft[max(min(most, s.limit - len(s.ids) - 1), 0) :]
+        while (free := len(s.pages) * PAGE - s.computed - 1) < len(s.draft):
+            if (page := self.pool.take()) is None:
+                del s.draft[free:]
+                return
+            s.pages.append(page)
+            self._moved[s] = None
 
     def _step_budget(self, prompts: int, decodes: int) -> int:
         crowd = prompts >= CROWD and CROWD_SHARE * prompts > decodes
@@ -270,7 +286,7 @@ class Scheduler:
     def _stop(self, s: Sequence) -> None:
         self.running.remove(s)
         heappush(self._slots, s.slot)
-        s.slot = -1
+        s.slot, s.draft = -1, []
         self._give_back(s)
 
     def _give_back(self, s: Sequence) -> None:

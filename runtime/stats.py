@@ -36,6 +36,7 @@ class Stats:
         self.idle, self.progress = True, time.monotonic()
         self.steps = 0
         self.prompt_tokens = self.found_tokens = self.generated_tokens = 0
+        self.drafts = self.draft_tokens = self.accepted_tokens = 0
         self.finished: dict[str, int] = {"stop": 0, "length": 0, "error": 0, "abort": 0}
         self.first_token, self.inter_token, self.end_to_end = Histogram(), Histogram(), Histogram()
         self.queue, self.prefill, self.decode = Histogram(), Histogram(), Histogram()
@@ -51,6 +52,12 @@ class Stats:
             self.inter_token.add(now - request.last)
         self.generated_tokens += 1
         request.last = now
+
+    def draft(self, drafted: int, accepted: int) -> None:
+        """A draft was computed, and so many of its tokens were right."""
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
 
     def end(self, reason: str, timings: "Timings | None" = None) -> None:
         """A request has ended; `timings` if it has generated something."""

@@ -134,11 +134,27 @@ class _Vocabulary:
         self.eos_token_id, self.bos_token_id = end_id, tokenizer.bos_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
         self.special_token_ids = [i for i in range(vocab_size) if tokenizer.is_special(i)]
+        special = {b"", *(self.tokens[i] for i in self.special_token_ids)}
+        self._ids = {token: i for i, token in enumerate(self.tokens) if token not in special}
+        self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
+        """Ids that stand for exactly this text, where there are such: some tokenizers put a space before a text, or
+        drop one behind it, and then its tokens are looked for one by one."""
         if not isinstance(text, str):
             raise TypeError("text alone is encoded")
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        ids, data = self._tokenizer.encode(text, add_special_tokens=False), text.encode()
+        if b"".join(self.tokens[i] for i in ids) == data:
+            return ids
+        ids, at = [], 0
+        while at < len(data):
+            lengths = range(min(self._longest, len(data) - at), 0, -1)
+            found = next((length for length in lengths if data[at : at + length] in self._ids), None)
+            if found is None:
+                break
+            ids.append(self._ids[data[at : at + found]])
+            at += found
+        return ids
 
 
 def _first_line(error: str) -> str:

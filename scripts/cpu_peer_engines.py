@@ -274,9 +274,9 @@ def footprint(folder: str) -> dict[str, float]:
     llm.generate(ids, greedy)
     peak = memory_bytes("VmHWM")
     runner = llm.runner
-    step = runner._steps[1, False]
+    step = runner._steps[1, "apart"]
     timed = TimedProgram(step.program)
-    runner._steps[1, False] = dataclasses.replace(step, program=timed)
+    runner._steps[1, "apart"] = dataclasses.replace(step, program=timed)
     shares = []
     for _ in range(3):
         pieces = llm.stream(ids[:1], greedy, max_tokens=65)

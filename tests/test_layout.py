@@ -15,12 +15,13 @@ PACKAGE = Path(nibblelm.__file__).parent
 LAYERS = [
     ["errors", "memory", "sizes", "_cpu", "_cuda", "pages", "nibblelm"],
     ["ops"],
+    ["arguments"],
     ["config", "config_keys", "rope_config", "checkpoint", "graph"],
     ["quant"],
     ["tokenizer", "rope_scaling", "rope", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
-    "shapes runner sampling_params sampler stats structured benchmark prompts request".split()
-    + "scheduler executor engine_core engine".split(),
+    "shapes decode_steps runner sampling_params sampler stats structured benchmark prompts request".split()
+    + "scheduler speculation executor engine_core engine".split(),
     ["evaluation"],
     ["converter"],
     ["server"],

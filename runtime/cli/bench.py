@@ -11,6 +11,7 @@ from nibblelm.cli.options import (
     add_device_argument,
     add_kv_argument,
     add_kv_memory_argument,
+    add_speculate_argument,
     keep_loaded,
     positive,
 )
@@ -52,6 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     loads.add_argument(
         "--mixed", action="store_true", help="also 256 requests at once, of 64 to 1,024 and 64 to 512 tokens (seed 0)"
     )
+    add_speculate_argument(parser, "measure loads without and with drafts from a first run's text")
+    parser.add_argument(
+        "--acceptance",
+        type=_share,
+        nargs="+",
+        default=[0.8, 0.0],
+        metavar="A",
+        help="of this, the share left right (0.8 0)",
+    )
     parser.add_argument("--no-graph", dest="graph", action="store_false", help="run decode steps kernel by kernel")
     parser.add_argument("--tree", metavar="HASHES", help="what to record as the source tree in --json")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each load")
@@ -75,6 +85,11 @@ def run(args: argparse.Namespace) -> int:
     peak = read_bandwidth(first.device)
     for load in loads:
         runner = first.with_capacity(load.context)
+        if args.speculate is not None:
+            for right in args.acceptance:
+                row = _drafts(args, runner, load, facts, right)
+                print(json.dumps(row) if args.json else _drafts_table(row), flush=True)
+            continue
         row = _measured(args, runner, load, facts, peak)
         print(json.dumps(row) if args.json else _table(row), flush=True)
         del runner
@@ -82,6 +97,12 @@ def run(args: argparse.Namespace) -> int:
         row = _mixed(args, first.with_capacity(MIXED_CONTEXT), facts)
         print(json.dumps(row) if args.json else _mixed_table(row), flush=True)
     return 0
+
+
+def _share(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 1:
+        raise argparse.ArgumentTypeError(f"must be 0 to 1, got {text}")
+    return value
 
 
 def _loads(args: argparse.Namespace, limit: int) -> "list[Load]":
@@ -171,6 +192,44 @@ def _described(args: argparse.Namespace, runner: "Runner", facts: dict[str, Any]
     }
 
 
+def _drafts(
+    args: argparse.Namespace, runner: "Runner", load: "Load", facts: dict[str, Any], right: float
+) -> dict[str, Any]:
+    """The row of a load with drafts of which a share is right."""
+    from nibblelm.benchmark import measure_drafts
+
+    result = measure_drafts(runner, load, right, _kv_memory(args, runner)[1])
+    return {
+        **_described(args, runner, facts),
+        "load": "drafts",
+        "batch": load.batch,
+        "prompt_tokens": load.prompt_tokens,
+        "generated_tokens": load.generated_tokens,
+        "depth": load.depth,
+        "acceptance": right,
+        "drafts": result.drafts,
+        "draft_tokens": result.draft_tokens,
+        "accepted_tokens": result.accepted_tokens,
+        "decode_tok_s": dict(zip(("mean", "std"), result.with_drafts, strict=True)),
+        "decode_tok_s_without": dict(zip(("mean", "std"), result.without, strict=True)),
+        "speed_up": dict(zip(("median", "least", "most"), result.ratio, strict=True)),
+        "ids_hash": result.ids_hash,
+        "tree": args.tree,
+    }
+
+
+def _drafts_table(row: dict[str, Any]) -> str:
+    (with_drafts, std), (without, std_without) = row["decode_tok_s"].values(), row["decode_tok_s_without"].values()
+    median, least, most = row["speed_up"].values()
+    return (
+        f"{row['shape']} on {row['device']}, batch {row['batch']}, depth {row['depth']}, drafts from a first run, "
+        f"{100 * row['acceptance']:.0f} % of it as it was: {row['accepted_tokens']} of {row['draft_tokens']} drafted "
+        f"tokens accepted in {row['drafts']} drafts\ndecode  {row['generated_tokens']:>6}   {with_drafts:10.1f} ± "
+        f"{std:.1f} tok/s, without {without:.1f} ± {std_without:.1f}: {median:.2f} x [{least:.2f}, {most:.2f}], "
+        f"ids {row['ids_hash']}"
+    )
+
+
 def _mixed(args: argparse.Namespace, runner: "Runner", facts: dict[str, Any]) -> dict[str, Any]:
     """The row of the mixed load."""
     from nibblelm.benchmark import measure_mixed
@@ -207,7 +266,7 @@ def _from_model(args: argparse.Namespace, context: int) -> tuple["Runner", dict[
 def _from_shape(args: argparse.Namespace, context: int) -> tuple["Runner", dict[str, Any]]:
     import time
 
-    from nibblelm.engine import numeric_types, select_device, use_threads
+    from nibblelm.arguments import numeric_types, select_device, use_threads
     from nibblelm.errors import RequestError
     from nibblelm.models import family
     from nibblelm.random_weights import RandomWeights

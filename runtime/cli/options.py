@@ -34,12 +34,13 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
         "--ctx-size", "--max-context", type=positive, metavar="N", help="context in tokens (default: the model's)"
     )
     add_kv_memory_argument(parser)
+    add_speculate_argument(parser)
     parser.add_argument("--no-graph", dest="graph", action="store_false", help="run decode steps kernel by kernel")
     parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
 
 
 def add_device_argument(parser: argparse.ArgumentParser, text: str = "") -> None:
-    """--device, whose name `nibblelm.engine.select_device` reads."""
+    """--device, whose name `nibblelm.arguments.select_device` reads."""
     text = f"{text}: " if text else ""
     parser.add_argument("--device", default="auto", help=f"{text}auto, cpu, cuda, or cuda:1 for one of several cards")
 
@@ -70,6 +71,13 @@ def add_kv_memory_argument(parser: argparse.ArgumentParser) -> None:
         help="memory for keys and values, also as 512M or 8G (default: what the context takes, at most 60%% of what is "
         "free)",
     )
+
+
+def add_speculate_argument(
+    parser: argparse.ArgumentParser,
+    text: str = "draft from prompt and output what may come next: faster where text repeats, and the same text",
+) -> None:
+    parser.add_argument("--speculate", choices=("ngram",), help=text)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +120,7 @@ def load_model(args: argparse.Namespace, max_sequences: int | None = 1) -> "LLM"
     from nibblelm.engine import LLM
 
     options = {"kv": args.kv, "activations": args.activations, "strict": args.strict, "graph": args.graph}
-    options |= {"kv_memory": args.kv_memory, "max_sequences": max_sequences}
+    options |= {"kv_memory": args.kv_memory, "max_sequences": max_sequences, "speculate": args.speculate}
     llm = LLM(args.model, args.device, args.dtype, args.threads, args.ctx_size, **options)
     keep_loaded()
     return llm
@@ -138,9 +146,10 @@ def print_footer(output: "GenerationOutput") -> None:
     t = output.timings
     reason = "context is full" if output.limit == "context" else output.limit or "end of text"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    drafts = f"drafts: {t.accepted_tokens} of {t.drafted_tokens} tokens right | " if t.drafted_tokens else ""
     print(
         f"prompt: {t.prompt_tokens} tokens, {t.prefill_tok_s:.1f} tok/s | "
-        f"generation: {t.generated_tokens} tokens, {t.decode_tok_s:.1f} tok/s ({reason}) | "
+        f"generation: {t.generated_tokens} tokens, {t.decode_tok_s:.1f} tok/s ({reason}) | {drafts}"
         f"peak memory: {peak / 2**20:.0f} MiB",
         file=sys.stderr,
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from nibblelm.arguments import select_device
 from nibblelm.checkpoint import Checkpoint
 from nibblelm.config import DecoderConfig
 from nibblelm.converter.calibrated import Awq, Gptq
@@ -14,7 +15,6 @@ from nibblelm.converter.calibration import Walk, read_calibration
 from nibblelm.converter.plan import Unit
 from nibblelm.converter.rotate import LLAMA_WIRING, rotated
 from nibblelm.converter.source import whole
-from nibblelm.engine import select_device
 from nibblelm.errors import ConvertError
 from nibblelm.models import family
 from nibblelm.ops.types import QuantizedWeight

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nibblelm.arguments import select_device
 from nibblelm.checkpoint import Checkpoint, Scheme
 from nibblelm.converter.calibration import read_calibration
 from nibblelm.converter.plan import Unit
 from nibblelm.converter.rotate import Read, rotated
-from nibblelm.engine import LLM, select_device
+from nibblelm.engine import LLM
 from nibblelm.errors import ConvertError
 from nibblelm.evaluation import Window, score
 from nibblelm.models import family

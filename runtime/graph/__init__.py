@@ -255,10 +255,13 @@ A rule may drop a value only if the one node that reads it goes too; what it giv
 """
 
 
-def fused(graph: Graph) -> Graph:
-    """The same computation, the same bits, with the kernels that the graph's device has for several ops together."""
-    rules = import_module(f"nibblelm.graph.{graph.device.type}").RULES
-    for rule in rules:
+def fused(graph: Graph, related: bool = False) -> Graph:
+    """The same computation, the same bits, with the kernels that the graph's device has for several ops together.
+
+    related  generated tokens may attend to others of the same step
+    """
+    module = import_module(f"nibblelm.graph.{graph.device.type}")
+    for rule in module.RELATED_RULES if related else module.RULES:
         graph = _rewritten(graph, rule)
     return graph
 

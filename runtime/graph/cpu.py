@@ -3,3 +3,4 @@
 from nibblelm.graph import Rule, add_norm
 
 RULES: tuple[Rule, ...] = (add_norm,)
+RELATED_RULES = RULES

@@ -82,3 +82,4 @@ def linear_chain(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] 
 
 
 RULES: tuple[Rule, ...] = (add_norm, norm_linear, rope_attention, linear_chain)
+RELATED_RULES: tuple[Rule, ...] = tuple(rule for rule in RULES if rule is not rope_attention)

@@ -41,6 +41,9 @@ class Metrics(Collector):
             "prefix_cache_queries": ("Prompt tokens looked up in the cache", stats.prompt_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the cache", stats.found_tokens),
             "num_preemptions": ("Outputs that gave up their pages and were computed again", scheduler.preemptions),
+            "spec_decode_num_drafts": ("Drafts computed", stats.drafts),
+            "spec_decode_num_draft_tokens": ("Their tokens", stats.draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Of these, tokens that were right", stats.accepted_tokens),
             "engine_steps": ("Steps computed", stats.steps),
             "admission_rejections": ("Requests refused because the queue was full", self._service.refused),
         }

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,56 @@ def test_too_many_threads_are_one_warning(stories: str) -> None:
     result = run("generate", "-m", stories, "-p", "Once", "-n", "3", "--threads", "100000")
     assert result.returncode == 0
     assert len([line for line in result.stderr.splitlines() if "100000 threads" in line]) == 1
+
+
+def test_json_schema_is_read_from_a_file(stories: str, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "array", "items": {"enum": ["grün", 7]}, "maxItems": 3}')
+    options = ("-m", stories, "-p", "Once", "--seed", "1", "--json-schema")
+    result = run("generate", *options, str(tmp_path / "schema.json"))
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    assert len(answer) <= 3
+    assert set(answer) <= {"grün", 7}
+    (tmp_path / "wrong.json").write_text('{"type": "strange"}')
+    (tmp_path / "latin1.json").write_bytes(b'{"enum": ["gr\xfcn"]}')
+    for name, message in (
+        ("wrong.json", "the schema cannot be"),
+        ("latin1.json", "latin1.json, byte 13: 0xfc is not UTF-8"),
+        ("none.json", "No such file"),
+    ):
+        result = run("generate", *options, str(tmp_path / name))
+        assert (result.returncode, result.stdout) == (1, "")
+        assert message in result.stderr
+        assert len(result.stderr.strip().splitlines()) <= 2  # what was loaded, and the error
+
+
+def test_drafts_change_no_text(stories: str) -> None:
+    options = ("generate", "-m", stories, "-p", "the cat sat on the mat and the cat sat", "-n", "60", "--seed", "3")
+    plain, drafts = run(*options), run(*options, "--speculate", "ngram")
+    assert plain.returncode == drafts.returncode == 0, drafts.stderr
+    assert drafts.stdout == plain.stdout
+    assert re.search(r"drafts: \d+ of \d+ tokens right", drafts.stderr)
+    assert "drafts" not in plain.stderr
+
+
+def test_bench_measures_drafts(
+    stories: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a first run's text as it was, most drafts are accepted; of one with every token changed, none."""
+    from nibblelm import benchmark
+    from nibblelm.cli import main
+
+    quick = partial(benchmark.measure_drafts, repeats=1, seconds=0.01, warmup=0)
+    monkeypatch.setattr(benchmark, "measure_drafts", quick)
+    load = ["--prompt-tokens", "40", "--gen-tokens", "60", "--batch", "2", "--device", "cpu"]
+    drafts = ["--speculate", "ngram", "--acceptance", "1", "0"]
+    assert main(["bench", "-m", stories, *load, *drafts, "--json"]) == 0
+    whole, spoiled = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert whole["ids_hash"] == spoiled["ids_hash"]
+    assert whole["accepted_tokens"] > 0.8 * whole["draft_tokens"] > 60
+    assert spoiled["draft_tokens"] > spoiled["accepted_tokens"] == 0
+    assert main(["bench", "-m", stories, *load, *drafts]) == 0
+    assert "100 % of it as it was" in capsys.readouterr().out
 
 
 def test_bench_fits_its_default_load_to_the_context(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:

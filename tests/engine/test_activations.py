@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from nibblelm import LLM, convert
+from nibblelm.arguments import numeric_types
 from nibblelm.cli import main
-from nibblelm.engine import numeric_types
 from nibblelm.errors import RequestError
 
 FP32, BF16 = torch.float32, torch.bfloat16

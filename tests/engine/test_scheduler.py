@@ -43,11 +43,22 @@ def expected(ids: list[int], limit: int) -> list[int]:
     return ids
 
 
+def draft(scheduler: Scheduler, rng: random.Random) -> None:
+    """Give sequences that generate drafts which are wrong somewhere, or right, or far too long."""
+    for s in scheduler.running:
+        if s.computed >= s.prompt and s.at_end and rng.random() < 0.7:
+            length = len(s.ids)
+            s.draft = expected(s.ids, length + rng.choice((1, 3, 8, 80)))[length:]
+            if rng.random() < 0.7:
+                s.draft[rng.randrange(len(s.draft))] = -1
+
+
 def step(scheduler: Scheduler, device: Device, ahead: bool = False) -> list[Sequence]:
     """Compute one plan; returns the sequences that are finished."""
     plan = scheduler.plan()
     assert plan.decodes or plan.chunks, "there was work, and nothing is done"
-    assert sum(c.last - c.first for c in plan.chunks) + len(plan.decodes) <= max(scheduler._budget)
+    rows = sum(1 + len(s.draft) for s in plan.decodes)
+    assert sum(c.last - c.first for c in plan.chunks) + rows <= max(scheduler._budget)
     members = [*plan.decodes, *(c.sequence for c in plan.chunks)]
     assert all(s.running and not s.parked for s in members)
     assert len({id(s) for s in members}) == len({s.slot for s in members}) == len(members)
@@ -57,11 +68,20 @@ def step(scheduler: Scheduler, device: Device, ahead: bool = False) -> list[Sequ
     for s in plan.decodes:
         assert s.prompt <= s.computed < len(s.ids)
         device.write(s, s.computed, "generated")
-        if ahead and s.at_end and len(s.ids) + 1 < s.limit:  # a step that the device is ahead may write one more
+        if s.draft:
+            s.ids += s.draft
+            for i in range(len(s.draft)):
+                device.write(s, s.computed + 1 + i, "generated")
+            del s.ids[-len(s.draft) :]
+        elif ahead and s.at_end and len(s.ids) + 1 < s.limit:  # a step that the device is ahead may write one more
             s.ids.append(next_token(s.ids))
             device.write(s, s.computed + 1, "generated")
             s.ids.pop()
         scheduler.advance(s, s.computed + 1)
+        while s.draft and s.draft.pop(0) == next_token(s.ids):
+            s.ids.append(next_token(s.ids))
+            scheduler.advance(s, s.computed + 1)
+        s.draft = []
     for c in plan.chunks:
         s = c.sequence
         assert (c.first, c.last <= s.prompt, c.last > c.first) == (s.computed, True, True)
@@ -97,14 +117,14 @@ def workloads(draw: st.DrawFn) -> tuple[int, int, tuple[int, int], list[tuple[in
 
 def test_every_schedule_computes_what_each_request_gets_alone(request: pytest.FixtureRequest) -> None:
     @settings(deadline=None, max_examples=3 * request.config.getoption("--schedules"))
-    @given(workloads(), st.integers(0, 2**32), st.booleans())
-    def check(workload, seed: int, ahead: bool) -> None:
-        compute(workload, random.Random(seed), ahead)
+    @given(workloads(), st.integers(0, 2**32), st.booleans(), st.booleans())
+    def check(workload, seed: int, ahead: bool, drafts: bool) -> None:
+        compute(workload, random.Random(seed), ahead, drafts)
 
     check()
 
 
-def compute(workload, rng: random.Random, ahead: bool) -> None:
+def compute(workload, rng: random.Random, ahead: bool, drafts: bool) -> None:
     """All requests of a workload, with readers that fall behind and give up now and then."""
     slots, pages, budget, requests = workload
     scheduler, device = Scheduler(slots, pages, budget), Device(slots, pages)
@@ -126,6 +146,8 @@ def compute(workload, rng: random.Random, ahead: bool) -> None:
                 scheduler.remove(s)
                 del live[id(s)]
                 aborted += 1
+        if drafts:
+            draft(scheduler, rng)
         if scheduler.has_work:
             for s in step(scheduler, device, ahead):
                 assert s.ids == expected(s.ids[: s.prompt], s.limit)

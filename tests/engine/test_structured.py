@@ -71,6 +71,16 @@ def test_any_object_expressions_and_grammars(llm: LLM) -> None:
     assert llm.generate(PROMPT, schema={"type": "object"}, **sampled).text.startswith("{")
 
 
+def test_a_tokenizer_that_adds_and_drops_spaces(data_dir: Path) -> None:
+    """What a schema leaves no choice about is not written as a text of its own."""
+    llm = LLM(data_dir / "checkpoints" / "stories260K", device="cpu")
+    for seed in range(20):
+        schema = schema_of(random.Random(seed))
+        output = llm.generate("Once", schema=schema, seed=seed, max_tokens=400)
+        assert output.error is None
+        jsonschema.validate(json.loads(output.text), schema)
+
+
 def test_beside_penalties_bias_log_probabilities_and_streams(llm: LLM) -> None:
     schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3, "maxItems": 3}
     options = dict(schema=schema, seed=5, repetition_penalty=1.5, frequency_penalty=1, logit_bias={7: 90}, top_k=40)

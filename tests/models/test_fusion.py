@@ -185,6 +185,11 @@ def test_parallel_blocks_and_norms_on_both_sides() -> None:
     ]  # fmt: skip
 
 
+def test_rows_that_see_each_other_are_all_appended_before_attention() -> None:
+    got = names(fused(step_of(raw_config("llama", num_hidden_layers=1), ShapesOnly()), related=True))
+    assert got == ["embedding", "norm+q/k/v", "rope_append", "attention", BETWEEN, "norm+lm_head"]
+
+
 def test_a_prompt_runs_the_same_but_for_attention() -> None:
     got = names(fused(step_of(raw_config("llama", num_hidden_layers=1), ShapesOnly(), True, last_row=True)))
     expected = ["embedding", "norm+q/k/v", "rope_append", "attention", BETWEEN, "rows", "rows", "norm+lm_head"]
@@ -311,6 +316,9 @@ def test_rules_change_no_bit(
                 runner.prefill(ids[: 1 + slot % 5], slot)
         for _ in range(3):
             assert torch.equal(ruled.decode(ids[:m], range(m)), plain.decode(ids[:m], range(m))), f"{m} rows"
+    # a draft: rows of one sequence, which see each other, beside a row of another
+    want = torch.cat([plain.decode([token], [slot]).clone() for token, slot in zip(ids, [0] * 9 + [1], strict=False)])
+    assert torch.equal(ruled.decode(ids[:10], [0] * 9 + [1], [*range(43, 52), len(ruled.history[1])]), want)
     for ours, theirs in zip(ruled.cache.keys + ruled.cache.values, plain.cache.keys + plain.cache.values, strict=True):
         for a, b in zip(stored(ours), stored(theirs), strict=True):
-            assert torch.equal(a[0, :, :43], b[0, :, :43])
+            assert torch.equal(a[0, :, :52], b[0, :, :52])

@@ -12,8 +12,8 @@ import torch
 
 import nibblelm
 from nibblelm import ops
+from nibblelm.arguments import select_device
 from nibblelm.cli import main
-from nibblelm.engine import select_device
 from nibblelm.errors import DeviceError, RequestError
 from nibblelm.ops import cpu, cuda
 from nibblelm.ops.cuda_device import on_card

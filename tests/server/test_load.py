@@ -84,9 +84,11 @@ async def asked(
     return text, scores
 
 
-def test_every_answer_is_what_it_is_alone(serving: Any, folder: Path, llm: LLM) -> None:
-    """With prompts' pages shared, and too few pages for all that run."""
-    server = serving(folder, "--served-model-name", "demo", "--kv-memory", "5M")
+@pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
+def test_every_answer_is_what_it_is_alone(drafts: bool, serving: Any, folder: Path, llm: LLM) -> None:
+    """With prompts' pages shared, and too few pages for all that run; with drafts, for which they are few at a time."""
+    few = ("--kv-memory", "1200K", "--max-sequences", "4", "--speculate", "ngram")
+    server = serving(folder, "--served-model-name", "demo", *(few if drafts else ("--kv-memory", "5M")))
     requests = kinds()
     want = [alone(llm, *request) for request in requests]
     order = random.Random(6).choices(range(KINDS), k=REQUESTS)
@@ -107,6 +109,9 @@ def test_every_answer_is_what_it_is_alone(serving: Any, folder: Path, llm: LLM) 
     assert seen["num_preemptions_total"] > 0
     assert seen["prefix_cache_hits_total"] > 1000
     assert seen["kv_cache_usage_perc"] == seen["num_requests_running"] == 0
+    assert (seen["spec_decode_num_drafts_total"] > 0) == drafts
+    drafted, accepted = (seen[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
+    assert drafted > accepted > 0 or not drafts
 
 
 def mutated(rng: random.Random) -> bytes:

@@ -1,0 +1,74 @@
+"""Decode steps as programs, and runs of them that sample on the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One decode step for M sequences: its inputs and its result at fixed addresses, and the program between them."""
+
+    rows: Tensor  # (3 or more, M) int32: ids, positions, slots, and what `Rope.rows` gives
+    program: Any
+    result: Tensor
+    host_ids: Tensor | None = None  # (2, M) int32, pinned: where sampling leaves the ids of the last two steps
+
+    def load(self, rows: Sequence[Sequence[int]]) -> None:
+        self.rows.copy_(torch.tensor(rows, dtype=torch.int32))
+
+
+class SampledSteps:
+    """A run of decode steps that sample on the device. `next` keeps one step in flight ahead of the host.
+
+    step      of M sequences, with what their first tokens need in place
+    history   tokens in the cache by slot, to which those fed are added, at most `capacity`
+    ids       (M,) what is fed first, to `slots`; drawn (M,): output tokens of each before that
+
+    The host waits once per token: for the end of its step, which wrote the tokens into host memory.
+    """
+
+    def __init__(
+        self,
+        step: DecodeStep,
+        history: list[list[int]],
+        capacity: int,
+        ids: Sequence[int],
+        slots: Sequence[int],
+        drawn: Sequence[int],
+    ) -> None:
+        self._step, self._history, self._capacity, self._slots = step, history, capacity, slots
+        self._fed, self._drawn = ids, drawn
+        self._ready = [torch.cuda.Event(), torch.cuda.Event()]
+        self._launched = self._read = 0
+
+    def next(self, last: bool = False) -> list[int]:
+        """The tokens of the next step, one per sequence; `last` launches nothing beyond it."""
+        while self._launched < self._read + (1 if last else 2) and (self._launched == self._read or self._has_room()):
+            self._launch()
+        self._ready[self._read % 2].synchronize()
+        assert self._step.host_ids is not None
+        last_two = self._step.host_ids.tolist()
+        tokens = [last_two[(drawn + self._read) % 2][i] for i, drawn in enumerate(self._drawn)]
+        for slot, token in zip(self._slots, self._fed, strict=True):
+            self._history[slot].append(token)
+        self._fed = tokens
+        self._read += 1
+        return tokens
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step is launched whose tokens have not been read."""
+        return self._launched > self._read
+
+    def _has_room(self) -> bool:
+        ahead = self._launched - self._read
+        return all(len(self._history[slot]) + ahead < self._capacity for slot in self._slots)
+
+    def _launch(self) -> None:
+        self._step.program.replay()
+        self._ready[self._launched % 2].record(torch.cuda.current_stream(self._step.result.device))
+        self._launched += 1
