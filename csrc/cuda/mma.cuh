@@ -24,13 +24,20 @@ __device__ __forceinline__ void mma_16832(int (&c)[4], const uint32_t (&a)[4], u
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// (x & mask) | bits, which would be two instructions if the compiler chose them.
+__device__ __forceinline__ uint32_t masked_or(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
+  return y;
+}
+
 // Bytes 0 and 2 of a word, signed, as two bf16: 128 + (x & 127) less 128, or 256 where x is negative. All are exact.
 __device__ __forceinline__ uint32_t bf16_of_bytes(uint32_t x) {
   constexpr uint32_t k128{0x43004300}, kMinusOne{0xbf80bf80};
   uint32_t y;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;"
       : "=r"(y)
-      : "r"((x & 0x00800080u) | k128), "r"(kMinusOne), "r"((x & 0x007f007fu) | k128));
+      : "r"(masked_or(x, 0x00800080, k128)), "r"(kMinusOne), "r"(masked_or(x, 0x007f007f, k128)));
   return y;
 }
 
