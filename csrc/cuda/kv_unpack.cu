@@ -8,12 +8,21 @@ namespace nibblelm::cuda {
 namespace {
 
 constexpr int kThreads{2 * kPrefillTile};
-constexpr int kCodes{8};  // a thread takes at a time
+constexpr int kCodes{16};  // a thread takes at a time
 
 struct Pages {
   int first;
   int end;
 };
+
+// Eight codes, which are of one row: a head's size is a multiple of it.
+__device__ __forceinline__ uint4 unpack_8(uint32_t low, uint32_t high, float scale) {
+  const auto pair = [&](uint32_t word, int shift) {
+    const auto value = [&](int at) { return __fmul_rn(static_cast<float>(static_cast<int8_t>(word >> at)), scale); };
+    return pack2<bf16>(value(shift), value(shift + 8));
+  };
+  return {pair(low, 0), pair(low, 16), pair(high, 0), pair(high, 16)};
+}
 
 // By 128 threads, `i` their number: the pages with what a tile's rows see, in `shared` after the next barrier.
 __device__ __forceinline__ void find_pages(const AttentionArgs& a, const int32_t* tile, int i, Pages& shared) {
@@ -41,25 +50,26 @@ __global__ void __launch_bounds__(kThreads) kv_unpack_kernel(const __grid_consta
     find_pages(a, tile - 2, threadIdx.x - kPrefillTile, before);
   }
   __syncthreads();
-  const int low = max(0, min(own.end, before.first) - own.first), high = max(own.first, before.end);
+  const Pages seen = before.end == 0 ? Pages{0, 0} : before;
+  const int low = max(0, min(own.end, seen.first) - own.first), high = max(own.first, seen.end);
   const int count = low + max(0, own.end - high), chunks = kPage * cache.head_dim / kCodes;
-  for (int i = blockIdx.x; i < 2 * count * cache.kv_heads; i += gridDim.x) {
-    const bool is_v = i % 2 != 0;
-    const int kv_head = i / 2 % cache.kv_heads, n = i / 2 / cache.kv_heads;
-    const int position = (n < low ? own.first + n : high + n - low) * kPage;
-    const int64_t row = scale_row(cache, page_of(cache, slot, position), kv_head, position);
-    const float* const scales = (is_v ? cache.v_scales : cache.k_scales) + row;
-    const auto* const from = static_cast<const int8_t*>(is_v ? cache.v : cache.k) + row * cache.head_dim;
-    bf16* const to = static_cast<bf16*>(is_v ? cache.v_unpacked : cache.k_unpacked) + row * cache.head_dim;
+  for (int i = blockIdx.x; i < count * cache.kv_heads; i += gridDim.x) {
+    const int n = i / cache.kv_heads, position = (n < low ? own.first + n : high + n - low) * kPage;
+    const int64_t row = scale_row(cache, page_of(cache, slot, position), i % cache.kv_heads, position);
+    const auto* const keys = reinterpret_cast<const uint4*>(static_cast<const int8_t*>(cache.k) + row * cache.head_dim);
+    const auto* const values =
+        reinterpret_cast<const uint4*>(static_cast<const int8_t*>(cache.v) + row * cache.head_dim);
+    auto* const k = reinterpret_cast<uint4*>(static_cast<bf16*>(cache.k_unpacked) + row * cache.head_dim);
+    auto* const v = reinterpret_cast<uint4*>(static_cast<bf16*>(cache.v_unpacked) + row * cache.head_dim);
     for (int chunk = threadIdx.x; chunk < chunks; chunk += kThreads) {
-      const char4* const codes = reinterpret_cast<const char4*>(from + chunk * kCodes);
-      const char4 x = codes[0], y = codes[1];
-      const float scale = scales[chunk * kCodes / cache.head_dim];
-      const auto pair = [&](int8_t low_code, int8_t high_code) {
-        return pack2<bf16>(__fmul_rn(static_cast<float>(low_code), scale),
-                           __fmul_rn(static_cast<float>(high_code), scale));
-      };
-      *reinterpret_cast<uint4*>(to + chunk * kCodes) = {pair(x.x, x.y), pair(x.z, x.w), pair(y.x, y.y), pair(y.z, y.w)};
+      const uint4 key = keys[chunk], value = values[chunk];
+      const int64_t first = row + chunk * kCodes / cache.head_dim, second = row + (chunk * kCodes + 8) / cache.head_dim;
+      const float scales[4]{cache.k_scales[first], cache.k_scales[second], cache.v_scales[first],
+                            cache.v_scales[second]};
+      k[2 * chunk] = unpack_8(key.x, key.y, scales[0]);
+      k[2 * chunk + 1] = unpack_8(key.z, key.w, scales[1]);
+      v[2 * chunk] = unpack_8(value.x, value.y, scales[2]);
+      v[2 * chunk + 1] = unpack_8(value.z, value.w, scales[3]);
     }
   }
 }
@@ -69,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) kv_unpack_kernel(const __grid_consta
 void kv_unpack(const AttentionArgs& a, const Launch& launch) {
   const auto what = [&] { return describe("kv_unpack", a); };
   if (a.tile_count > 65535) throw std::invalid_argument(what() + ": too many tiles in one call");
-  const int blocks = device_attribute(cudaDevAttrMultiProcessorCount);
+  const int blocks = 2 * device_attribute(cudaDevAttrMultiProcessorCount);  // for the first tile of a long prompt
   launch_kernel(launch, what, kv_unpack_kernel, dim3(blocks, a.tile_count), dim3(kThreads), 0, a);
 }
 
