@@ -12,7 +12,7 @@ from nibblelm import ops
 from nibblelm.ops import cuda
 
 sys.path.insert(0, str(Path(__file__).parent))
-from kv_pages import PAGE, copied, moved, paged, paged_int8, positions_of, same_bits, table_of
+from kv_pages import PAGE, copied, moved, paged, paged_int8, positions_of, same_bits, stored, table_of
 
 USABLE, REASON = cuda.available()
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -251,15 +251,18 @@ def test_in_a_graph(dtype: torch.dtype) -> None:
         assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_sees_positions_that_change_just_before() -> None:
+@pytest.mark.parametrize("dtype", CACHES)
+def test_sees_positions_that_change_just_before(dtype: torch.dtype) -> None:
     """The kernel ahead moves the rows on while this one has started and guessed where they are."""
-    c = make_projection([64, 1, 128, 2047], 8, 2, 128, capacity=2100)
+    c = make_projection([64, 1, 128, 2047], 8, 2, 128, dtype, capacity=2100)
     state, steps, m = ops.SamplingState.greedy(4, DEVICE), 6, 4
     logits, positions = torch.randn(m, 128256, device=DEVICE), c["positions"].clone()
     qkv = [torch.randn_like(c["qkv"], dtype=FP32).to(BF16) for _ in range(steps)]
-    caches = [[c[name].nan_to_num(0.5) for name in ("k_cache", "v_cache")] for _ in range(2)]
+    caches = [[copied(c[name]) for name in ("k_cache", "v_cache")] for _ in range(2)]
+    for pool in caches[0] + caches[1]:
+        stored(pool)[-1].nan_to_num_(0.5)
 
-    def run(caches: list[Tensor], together: bool = True) -> list[Tensor]:
+    def run(caches: list[Any], together: bool = True) -> list[Tensor]:
         results = []
         for x in qkv:
             ops.sample(logits, state, positions=positions)
@@ -268,7 +271,7 @@ def test_sees_positions_that_change_just_before() -> None:
         return results
 
     want = run(caches[0], together=False)
-    run([t.clone() for t in caches[1]])
+    run([copied(pool) for pool in caches[1]])
     with ops.capture(DEVICE) as program:
         got = run(caches[1])
     for _ in range(3):
