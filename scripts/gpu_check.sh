@@ -5,14 +5,15 @@
 #   scripts/gpu_check.sh --tree HASHES [PART...]  there: run the parts, each within ten minutes
 #   scripts/gpu_check.sh --stale [DIR]            where git is: what changed since the records in DIR
 #
-# Parts: build tests memcheck racecheck ops e2e latency load serve convert record, which are the default, and
+# Parts: build tests memcheck racecheck ops e2e drafts families latency load serve convert record, the default, and
 #   cards                on a machine with two: nothing of one is on the other
 #   peers, vllm-folders  need --vllm DIR, with run_vllm.py and vLLM's site.tar.xz
 #   wheel                the tests again, from --wheel FILE or else from one for all cards that is built there
 # Results collect in out/gpu_check/ until `record` writes them to benchmarks/h200/*.json (or --record DIR) and
-# benchmarks/wheel.json. HASHES is "csrc=... runtime=... models=...". A part that fails does not keep the next from
-# running; with --limit S all end after S seconds, and what was measured by then stays. After `build`, parts may run
-# side by side on different cards (CUDA_VISIBLE_DEVICES), but not two that measure.
+# benchmarks/wheel.json; rows that were not measured again stay there. HASHES is "csrc=... runtime=... models=...". A
+# part that fails does not keep the next from running; with --limit S all end after S seconds, and what was measured by
+# then stays. After `build`, parts may run side by side on different cards (CUDA_VISIBLE_DEVICES), but not two that
+# measure; convert and families take all cards there are.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -178,13 +179,13 @@ bench() {  # shape, bits and group size; the rest: options. One that fails does 
   local shape=$1 bits=$2 group=$3
   shift 3
   bounded $python -m nibblelm bench --random-weights --device cuda --json \
-    --shape "$shape" --bits "$bits" --group-size "$group" "$@" | tee -a "$state/e2e.jsonl" | cut -c1-330 ||
+    --shape "$shape" --bits "$bits" --group-size "$group" "$@" | tee -a "$state/$rows.jsonl" | cut -c1-330 ||
     { echo "bench $shape $bits $group: failed" && lost=1; }
 }
 
 e2e() {  # decode at batch 1; batches, long contexts and prefill where the weights are made anyway
-  rm -f "$state/e2e.jsonl"
-  local lost=0
+  local rows=e2e lost=0
+  rm -f "$state/$rows.jsonl"
   local once=(--prompt-tokens 128 --gen-tokens 256)
   bench llama-3-8b 4 -1 --prompt-tokens 128 128 128 128 128 128 128 128 128 128 2048 64 32768 \
     --gen-tokens 256 256 256 256 256 256 256 256 256 256 16 16 16 --batch 1 4 8 16 32 64 128 256 1 1 1 1 1 \
@@ -197,7 +198,33 @@ e2e() {  # decode at batch 1; batches, long contexts and prefill where the weigh
   bench llama-3-8b 8 -1 --prompt-tokens 128 2048 --gen-tokens 256 16
   bench llama-3-8b 16 -1 "${once[@]}"
   for bits in 4 8 16; do bench llama-3.2-1b $bits -1 "${once[@]}"; done
-  for shape in gpt-neox-6.9b gemma2-9b llama-3-70b; do bench $shape 4 -1 "${once[@]}"; done
+  bench llama-3-70b 4 -1 "${once[@]}"
+  return $lost
+}
+
+drafts() {  # a first run's text as drafts, four fifths of it as they were, and none
+  local rows=e2e.drafts lost=0
+  rm -f "$state/$rows.jsonl"
+  bench llama-3-8b 4 -1 --speculate ngram --prompt-tokens 128 --gen-tokens 256 --batch 1 4 16 64
+  return $lost
+}
+
+families() {  # of each kind of wiring a shape; most of the time goes to making weights, so each card makes its own
+  local rows=e2e.families lost=0 count card i pids=()
+  local shapes=(cohere-35b gemma3-12b stablelm-12b glm4-9b gemma2-9b qwen3-8b gpt-neox-6.9b mistral-7b falcon-7b bloom-7b
+    phi3-mini)
+  rm -f "$state/$rows.jsonl"
+  count=$($python -c "import torch; print(torch.cuda.device_count())")
+  for ((card = 0; card < count; card++)); do
+    (
+      for ((i = card; i < ${#shapes[@]}; i += count)); do
+        bench "${shapes[i]}" 4 -1 --prompt-tokens 128 --gen-tokens 256 --device "cuda:$card"
+      done
+      exit $lost
+    ) &
+    pids+=($!)
+  done
+  for card in "${pids[@]}"; do wait "$card" || lost=1; done
   return $lost
 }
 
@@ -240,15 +267,28 @@ if (state / "wheel.xml").exists():
     tests = {"wheel": Path(name).name, "wheel_bytes": int(size), **counted(state / "wheel.xml"), "gpu": driver, "tree": tree}
     known = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**known, "gpu_tests": tests}, indent=1) + "\n")
-results = {}
-if (state / "e2e.jsonl").exists():
-    results["e2e"] = [json.loads(line) for line in (state / "e2e.jsonl").open()]
+lines = (state / f"{name}.jsonl" for name in ("e2e", "e2e.drafts", "e2e.families"))
+results = {"e2e": [json.loads(line) for path in lines if path.exists() for line in path.open()]}
 for name in ("ops", "latency", "load", "peers", "serve", "convert", "vllm_folders"):
     if (state / f"{name}.json").exists():
         results[name] = json.loads((state / f"{name}.json").read_text())
+KEYS = {  # what a row is of: one that was not measured again stays, with its tree
+    "e2e": "shape bits group_size activations kv load batch depth prompt_tokens generated_tokens acceptance",
+    "peers": "engine quant test batch",
+    "serve": "test model kind",
+    "convert": "test shape layers method format",
+    "vllm_folders": "folder",
+}
+usual = {"activations": 16, "kv": "bf16"}
 for name, rows in results.items():
-    if rows:
-        (record / f"{name}.json").write_text(json.dumps([{**row, "tree": row.get("tree") or tree} for row in rows], indent=1) + "\n")
+    if not rows:
+        continue
+    path, keys = record / f"{name}.json", KEYS.get(name, "").split()
+    before = json.loads(path.read_text()) if keys and path.exists() else []
+    measured = [{**row, "tree": row.get("tree") or tree} for row in rows]
+    again = {tuple(row.get(key, usual.get(key)) for key in keys) for row in measured}
+    kept = [row for row in before if tuple(row.get(key, usual.get(key)) for key in keys) not in again]
+    path.write_text(json.dumps(measured + kept, indent=1) + "\n")
 print(json.dumps(summary, indent=1))
 PYTHON
 }
@@ -264,8 +304,8 @@ while [[ $# -gt 0 ]]; do
     --wheel) wheel=$2; shift 2 ;;
     --limit) limit=$2; shift 2 ;;
     build | tests | memcheck | racecheck | ops | e2e | latency | load | serve | convert | record) parts+=("$1"); shift ;;
-    cards | peers | vllm-folders | wheel) parts+=("$1"); shift ;;
-    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,18p" "$0" >&2; exit 2 ;;
+    drafts | families | cards | peers | vllm-folders | wheel) parts+=("$1"); shift ;;
+    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,16p" "$0" >&2; exit 2 ;;
   esac
 done
 for folder in "${folders[@]}"; do
@@ -274,7 +314,7 @@ for folder in "${folders[@]}"; do
     exit 2
   fi
 done
-[[ ${#parts[@]} -gt 0 ]] || parts=(build tests memcheck racecheck ops e2e latency load serve convert record)
+[[ ${#parts[@]} -gt 0 ]] || parts=(build tests memcheck racecheck ops e2e drafts families latency load serve convert record)
 mkdir -p "$state"
 export PYTHONPATH=$PWD/$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 

@@ -29,6 +29,8 @@ def beside(row: dict[str, Any], peers: Sequence[dict[str, Any]]) -> str:
     """What vLLM's formats reached in the same run, with the load of a row of ours."""
     if row["shape"] != "llama-3-8b":
         return ""
+    if row.get("load") == "drafts":
+        return ""
     if row.get("load") == "mixed":
         wanted = ("mixed", row["requests"])
     elif (row["depth"], row["prompt_tokens"]) == (0, 128):
@@ -57,6 +59,10 @@ def gpu(rows: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]] = ()) ->
             cells.append([row["shape"], weights, load, f"{row['output_tok_s']['mean']:,.0f}", "", ""])
             continue
         load = f"batch {row['batch']}, depth {row['depth']}, prompt {row['prompt_tokens']}"
+        if row.get("load") == "drafts":
+            load += f", drafts {row['acceptance']:.0%} right: {row['speed_up']['median']:.2f} x without"
+            cells.append([row["shape"], weights, load, f"{row['decode_tok_s']['mean']:,.0f}", "", ""])
+            continue
         decode = f"{row['decode_tok_s']['mean']:,.0f}" if row["generated_tokens"] > 16 else ""
         prefill = f"{row['prefill_tok_s']['mean']:,.0f}"
         bandwidth = f"{row['achieved_gb_s']:,.0f} GB/s" if decode else ""

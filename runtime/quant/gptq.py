@@ -39,16 +39,16 @@ class _Grid:
     width: int
 
     @cached_property
-    def _bounds(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Of each group 1 / scale and the least and most steps, (R,): a GPU would take longer to start their making for
-        every column than to round it."""
-        parts = ((1.0 / self.scale).T, (-self.zero).T, (2**self.bits - 1 - self.zero).T)
-        return list(zip(*(part.contiguous() for part in parts), strict=True))
+    def groups(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Of each group the scale, its reciprocal, the least and most steps, (R,): made once, since starting a kernel
+        for every column takes a GPU longer than the column."""
+        parts = (self.scale, 1.0 / self.scale, -self.zero, 2**self.bits - 1 - self.zero)
+        return list(zip(*(part.T.contiguous() for part in parts), strict=True))
 
-    def steps(self, column: int, value: Tensor) -> Tensor:
-        """Nearest code - zero of values (R,) of a column."""
-        inverse, least, most = self._bounds[column // self.width]
-        return (value * inverse).round_().clamp_(least, most)
+    def round(self, column: int, value: Tensor, steps: Tensor) -> Tensor:
+        """Enter the nearest code - zero of values (R,) of a column into `steps`; returns what these stand for."""
+        scale, inverse, least, most = self.groups[column // self.width]
+        return torch.mul(value, inverse, out=steps).round_().clamp_(least, most) * scale
 
     def values(self, steps: Tensor) -> Tensor:
         """Steps (R, K) times their scales."""
@@ -129,14 +129,12 @@ def _gptq(weight: Tensor, inverse: Tensor, order: Tensor, grid: _Grid) -> tuple[
     left = weight[:, order]
     steps = torch.empty_like(left)
     loss = torch.zeros(len(left), device=left.device)
-    columns = order.tolist()
+    columns, values, codes, pivots = order.tolist(), left.unbind(1), steps.unbind(1), upper.diagonal().unbind()
     for begin in range(0, len(columns), BLOCK):
         end = min(begin + BLOCK, len(columns))
         errors = torch.empty(len(left), end - begin, device=left.device)
-        for j in range(begin, end):
-            steps[:, j] = grid.steps(columns[j], left[:, j])
-            value = steps[:, j] * grid.scale[:, columns[j] // grid.width]
-            errors[:, j - begin] = error = (left[:, j] - value) / upper[j, j]
+        for j, error in enumerate(errors.unbind(1), begin):
+            torch.sub(values[j], grid.round(columns[j], values[j], codes[j]), out=error).div_(pivots[j])
             left[:, j:end].addr_(error, upper[j, j:end], alpha=-1)
             loss += error.square()
         left[:, end:].addmm_(errors, upper[begin:end, end:], alpha=-1)
@@ -148,14 +146,14 @@ def _sweep(weight: Tensor, moment: Tensor, grid: _Grid, steps: Tensor) -> tuple[
     error = weight - grid.values(steps)
     slope = error @ moment  # half the gradient of e H e^T
     steps = steps.clone()
+    codes, slopes, pivots = steps.unbind(1), slope.unbind(1), moment.diagonal().unbind()
     for begin in range(0, weight.shape[1], BLOCK):
         end = min(begin + BLOCK, weight.shape[1])
         changes = torch.empty(len(weight), end - begin, device=weight.device)
-        for j in range(begin, end):
-            scale = grid.scale[:, j // grid.width]
-            before = steps[:, j] * scale
-            steps[:, j] = grid.steps(j, before + slope[:, j] / moment[j, j])
-            changes[:, j - begin] = change = before - steps[:, j] * scale
+        for j, change in enumerate(changes.unbind(1), begin):
+            before = codes[j] * grid.groups[j // grid.width][0]
+            wanted = (slopes[j] / pivots[j]).add_(before)
+            torch.sub(before, grid.round(j, wanted, codes[j]), out=change)
             slope[:, j:end].addr_(change, moment[j, j:end])
         slope[:, end:].addmm_(changes, moment[begin:end, end:])
     return grid, steps

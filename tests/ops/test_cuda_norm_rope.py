@@ -68,6 +68,21 @@ def test_norms(kind: str, columns: int, dtype: torch.dtype) -> None:
                 close(y, want, scale=100)
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [24, 64, 80, 128])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_layer_norm_of_heads(per_head: bool, head_dim: int, dtype: torch.dtype) -> None:
+    """With one gain, or one of each head, on strided rows, as q and k lie in a fused projection."""
+    for m in (1, 17):
+        x = normal(m, 7 * head_dim, dtype=dtype)[:, head_dim : 4 * head_dim].unflatten(1, (3, head_dim))
+        gain, bias = normal(*([3] if per_head else []), head_dim, seed=1), normal(head_dim, seed=2)
+        for offset in (None, bias):
+            got, same = ops.layer_norm(x, gain, offset, 1e-5)
+            assert same is x
+            close(got, norm_oracle("layer", x, gain, offset, 1e-5, False), scale=100)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_long_rows_and_batch(dtype: torch.dtype) -> None:
     x, weight = normal(40, 20000, dtype=dtype), normal(20000)

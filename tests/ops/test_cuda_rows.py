@@ -130,6 +130,18 @@ def test_activations(columns: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("columns", [1, 17, 172, 4099])
+def test_relu_and_scale(columns: int, dtype: torch.dtype) -> None:
+    """Rounded once, as torch rounds them; rows that are not aligned too."""
+    for m in (1, 17):
+        x = normal(m, columns + 3, dtype=dtype)[:, 3:]
+        assert torch.equal(ops.relu(x), x.clamp_min(0))
+        assert torch.equal(ops.scale(x, 0.22), x * 0.22)
+    assert ops.relu(torch.tensor([[torch.nan, -1.0]], dtype=dtype, device=DEVICE)).isnan().tolist() == [[True, False]]
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("columns", [1, 3, 172, 4096])
 def test_add(columns: int, dtype: torch.dtype) -> None:
     """Rounded once, as torch rounds it; rows that are not aligned too."""

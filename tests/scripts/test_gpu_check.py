@@ -50,7 +50,11 @@ def test_what_a_failed_part_measured_is_recorded(check: Callable[..., Any], tmp_
     for name in ("tests", "cards", "wheel"):
         (state / f"{name}.xml").write_text(JUNIT)
     (state / "wheel.txt").write_text("dist/a.whl 1234")
-    (state / "e2e.jsonl").write_text('{"shape": "x", "tree": null}\n')
+    (state / "e2e.jsonl").write_text('{"shape": "x", "batch": 1, "tree": null}\n')
+    (state / "e2e.families.jsonl").write_text('{"shape": "y", "activations": 16, "tree": null}\n')
+    older = [{"shape": "y", "tree": "old"}, {"shape": "x", "batch": 2, "tree": "old"}]
+    record.mkdir(parents=True)
+    (record / "e2e.json").write_text(json.dumps(older))
     result = check("--tree", TREE, "--vllm", vllm, "peers", "record")
     assert result.returncode == 1, result.stderr
     assert "exit code 1" in result.stdout
@@ -60,7 +64,8 @@ def test_what_a_failed_part_measured_is_recorded(check: Callable[..., Any], tmp_
     assert tests | counts == tests
     assert tests["cards"] == {**counts, "tree": TREE}
     assert [(row["tok_s"], row["tree"]) for row in peers] == [(273.0, TREE)]
-    assert e2e == [{"shape": "x", "tree": TREE}]
+    measured = [{"shape": "x", "batch": 1, "tree": TREE}, {"shape": "y", "activations": 16, "tree": TREE}]
+    assert e2e == [*measured, older[1]], "rows that were not measured again stay"
     wheel = json.loads((record.parent / "wheel.json").read_text())["gpu_tests"]
     assert wheel == {"wheel": "a.whl", "wheel_bytes": 1234, **counts, "gpu": "a card, 1", "tree": TREE}
 
