@@ -272,17 +272,17 @@ def kept_tokens(x: Tensor, peak: float, params: SamplingParams) -> tuple[np.ndar
 
 
 def _largest(x: Tensor, count: int) -> np.ndarray:
-    """Ids, rising, of the `count` largest of x (V,) and of all that equal the smallest of them."""
-    values = x.numpy()
-    if count >= values.size:
-        return np.arange(values.size)
+    """Ids, rising, of the `count` largest of x (V,) and of all that equal the smallest of them, but none of -inf: under
+    a guide that is most of them."""
+    values, least = x.numpy(), -math.inf
     rows = values.size // (4 * count)
     if rows > 1:
         # There are at least `count` values not below the count-th largest of the maxima of disjoint columns
         maxima = x[: values.size - values.size % rows].view(rows, -1).amax(0)
-        ids = np.flatnonzero(values >= float(maxima.topk(count).values[-1]))
-    else:
-        ids = np.arange(values.size)
+        least = float(maxima.topk(count).values[-1])
+    ids = np.flatnonzero(values >= least if least > -math.inf else values > least)
+    if count >= ids.size:
+        return ids
     found = values[ids]
     return ids[found >= np.partition(found, found.size - count)[found.size - count]]
 

@@ -146,6 +146,18 @@ WARPERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("options", [dict(top_p=0.95), dict(top_k=50), dict(min_p=0.01)])
+def test_of_tokens_that_are_ruled_out_none_is_looked_at(options: dict[str, Any]) -> None:
+    """A guide leaves few of many: sorting all the others would take longer than the model does."""
+    logits = torch.full((151_936,), -math.inf)
+    logits[[7, 900, 90_000]] = torch.tensor([1.0, 0.5, 2.0])
+    params = SamplingParams(temperature=1, **{"top_p": 1.0} | options).resolve({})
+    ids, weights = kept_tokens(logits, 2.0, params)
+    assert ids is not None
+    assert set(ids.tolist()) == {7, 900, 90_000}
+    assert len(weights) == 3
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("options", WARPERS, ids=json.dumps)
 def test_kept_tokens_equal_transformers(size: int, options: dict[str, Any]) -> None:

@@ -3,6 +3,8 @@
 import json
 import random
 import re
+import statistics
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ import jsonschema
 import pytest
 
 from nibblelm import LLM, SamplingParams
+from nibblelm.engine_core import Engine
 from nibblelm.errors import RequestError, SchemaError
+from nibblelm.scheduler import Scheduler, Sequence
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "stories-7m"
 PROMPT = "Once upon a time"
@@ -135,6 +139,47 @@ def test_deep_schemas(llm: LLM) -> None:
         deep = {"items": deep}
     with pytest.raises(SchemaError, match=r"no JSON value|characters|cannot be"):
         llm.generate(PROMPT, schema=deep)
+
+
+def test_a_token_costs_at_most_0_3_ms_more(llm: LLM) -> None:
+    """Steps of a sequence with a schema and of one without by turns, in processor time of the thread that computes
+    them: the median difference over all tokens. What else runs on the machine may make it more, but not three times."""
+    schemas = [
+        {"type": "object"},
+        {"type": "string", "minLength": 99},
+        *(schema_of(random.Random(i)) for i in range(9)),
+    ]
+    engine = Engine(llm.runner, Scheduler(2, 16, (512, 128)))
+    engine._thread = threading.current_thread()
+    core = engine._core
+
+    def step_s(this: Sequence, other: Sequence) -> float:
+        core._scheduler.park(other)
+        core._scheduler.resume(this)
+        begun = time.thread_time()
+        core.step()
+        return time.thread_time() - begun
+
+    def median_s() -> float:
+        more: list[float] = []
+        for seed, schema in enumerate(schemas):
+            both = [SamplingParams(temperature=1, seed=seed, max_tokens=100, ignore_eos=True)]
+            both.append(SamplingParams(temperature=1, seed=seed, max_tokens=99, schema=schema))
+            requests = [llm.request(llm.encode(PROMPT), llm.resolve(params, {})) for params in both]
+            handles = [engine.add(request, stream=False) for request in requests]
+            free, guided = (handle._sequence for handle in handles)
+            core.heard(wait=False)
+            core.step()
+            while guided.running:
+                more.append(step_s(guided, free) - step_s(free, guided))
+            handles[0].abort()
+            core.heard(wait=False)
+            assert handles[1].result().output.error is None
+        assert len(more) > 150
+        print(f"{len(more)} tokens: {1e3 * statistics.median(more):.3f} ms more")
+        return statistics.median(more)
+
+    assert any(median_s() < 0.3e-3 for _ in range(3))
 
 
 def test_a_guide_that_fails_on_the_way_ends_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
