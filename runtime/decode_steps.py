@@ -7,6 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nibblelm.ops import to_device
+
+IDLE = -1
+"""The slot of a row that nobody reads: it writes no key and no value."""
+
 
 @dataclass(frozen=True)
 class DecodeStep:
@@ -37,7 +42,7 @@ class SampledSteps:
         history: list[list[int]],
         capacity: int,
         ids: Sequence[int],
-        slots: Sequence[int],
+        slots: list[int],
         drawn: Sequence[int],
     ) -> None:
         self._step, self._history, self._capacity, self._slots = step, history, capacity, slots
@@ -58,6 +63,15 @@ class SampledSteps:
         self._fed = tokens
         self._read += 1
         return tokens
+
+    def drop(self, gone: Sequence[int], spare: int) -> None:
+        """Nobody reads rows `gone` any more: from the next launch on they write nothing. To the host they are in slot
+        `spare`, whose history means nothing."""
+        for i in gone:
+            self._slots[i] = spare
+        where = to_device(torch.tensor(gone), self._step.rows.device)
+        self._step.rows[1].index_fill_(0, where, 0)  # else it might count beyond what there are angles for
+        self._step.rows[2].index_fill_(0, where, IDLE)
 
     @property
     def in_flight(self) -> bool:

@@ -1,9 +1,10 @@
 """Computes the steps that the scheduler plans, and chooses their tokens: on the device where it can, else on the host.
 
-On CUDA the sequences that sample on the device run as one flight, which stays a step ahead of the host for as long as
-its members stay the same. The host samples for the others: those that report log-probabilities, whose draws must not
-depend on who is beside them, those that may not end yet, and those that compute tokens again after preemption, which
-draw nothing. While a draft is verified all are in one step, which the host waits for, and nothing is ahead.
+On CUDA the sequences that sample on the device run as one flight, which stays a step ahead of the host until others
+join it, or so many have left that a smaller step does. The host samples for the others: those that report
+log-probabilities, whose draws must not depend on who is beside them, those that may not end yet, and those that compute
+tokens again after preemption, which draw nothing. While a draft is verified all are in one step, which the host waits
+for, and nothing is ahead.
 """
 
 import dataclasses
@@ -44,7 +45,7 @@ class Executor:
         self._spare = len(runner.history) - 1
         if self._step_rows:
             runner.set_pages(self._spare, [runner.cache.pages - 1] * runner.tables.shape[1])
-        self._members: list[Sequence] = []  # of the flight
+        self._members: list[Sequence | None] = []  # of the flight; None: has left it
         self._flight: SampledSteps | None = None
 
     @property
@@ -151,30 +152,46 @@ class Executor:
         return right
 
     def _fly(self, wanted: list[Sequence], more_to_come: bool) -> Iterator[tuple[Sequence, Choice]]:
-        """A step of the flight. When its members change, the step that it is ahead is used up first."""
-        flight, members = self._flight, self._members
-        if flight is not None and members != wanted and flight.in_flight:
+        """A step of the flight. For other members than it has it is launched anew, once the step that it is ahead is
+        used up."""
+        flight = self._flight
+        goes_on = flight is not None and self._goes_on(flight, wanted)
+        if flight is not None and not goes_on and flight.in_flight:
             self._flight = None
             tokens = flight.next(last=True)
         elif wanted:
-            if flight is None or members != wanted:
-                flight, members = self._launched(wanted), wanted
-            tokens = flight.next(last=more_to_come or any(len(s.ids) + 1 >= s.limit for s in members))
+            if flight is None or not goes_on:
+                flight = self._launched(wanted)
+            # One that ends computes a row for nobody; a step of such rows alone is not launched.
+            tokens = flight.next(last=more_to_come or all(len(s.ids) + 1 >= s.limit for s in wanted))
         else:
             self._flight = None
             return
         self._runner.history[self._spare].clear()  # what those rows are fed takes no room
-        for s, token in zip(members, tokens, strict=False):
-            if s.at_end:  # else it ended, or lost its pages, while the step was under way
+        for s, token in zip(self._members, tokens, strict=False):
+            if s is not None and s.at_end:  # else it ended, or lost its pages, while the step was under way
                 self._scheduler.advance(s, s.computed + 1)
                 yield s, _accepted(s.owner.sampler, token)
+
+    def _goes_on(self, flight: SampledSteps, wanted: list[Sequence]) -> bool:
+        """Whether the flight has all that are wanted, in a step of no more rows than they take; others leave it."""
+        there = set(wanted)
+        gone = [i for i, s in enumerate(self._members) if s is not None and s not in there]
+        left = len(self._members) - self._members.count(None) - len(gone)
+        if not wanted or left < len(wanted) or self._padded(left) < self._padded(len(self._members)):
+            return False
+        if gone:
+            flight.drop(gone, self._spare)
+            for i in gone:
+                self._members[i] = None
+        return True
 
     def _launched(self, members: list[Sequence]) -> SampledSteps:
         ids, slots, _ = self._rows(members)
         vocab_size = self._runner.model.config.vocab_size
         greedy = Sampler(SamplingParams(temperature=0), vocab_size)
         samplers = [s.owner.sampler for s in members] + [greedy] * (len(ids) - len(members))
-        self._members = members
+        self._members = list(members)
         self._flight = self._runner.sampled_steps(ids, slots, device_sampling(samplers, vocab_size))
         return self._flight
 
@@ -186,8 +203,12 @@ class Executor:
         ids = [token for s in members for token in (s.ids[s.computed], *s.draft)]
         slots = [s.slot for s in members for _ in range(1 + len(s.draft))]
         positions = [s.computed + i for s in members for i in range(1 + len(s.draft))]
-        more = next((count for count in self._step_rows if count >= len(ids)), len(ids)) - len(ids)
+        more = self._padded(len(ids)) - len(ids)
         return ids + [0] * more, slots + [self._spare] * more, positions + [0] * more
+
+    def _padded(self, rows: int) -> int:
+        """Rows of the step that takes so many."""
+        return next((count for count in self._step_rows if count >= rows), rows)
 
 
 def _launches(chunks: Iterable[Chunk], room: int) -> Iterator[list[Chunk]]:

@@ -1,0 +1,83 @@
+"""Runs of steps that sample on the device, here on the CPU with greedy steps in the device's place: sequences that end,
+join or lose their pages while a step is ahead change nobody's tokens."""
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nibblelm import LLM, SamplingParams, decode_steps, executor
+from nibblelm.decode_steps import DecodeStep, SampledSteps
+from nibblelm.ops import PAGE, SamplingState
+from nibblelm.runner import Runner
+
+
+class _Greedy:
+    """The program of a step: feeds each row its most likely token. Rows that CUDA's kernels pass over, in no slot or
+    behind their last page, are in the spare slot here, which the CPU's would refuse."""
+
+    def __init__(self, runner: Runner, rows: torch.Tensor, host_ids: torch.Tensor, drawn: list[int]) -> None:
+        self._runner, self._rows, self._host_ids, self._drawn, self._step = runner, rows, host_ids, drawn, 0
+
+    def replay(self) -> None:
+        tables, spare = self._runner.tables, len(self._runner.history) - 1
+        rows = self._rows.clone()
+        idle = (rows[2] < 0) | (tables[rows[2].clamp(min=0), rows[1] // PAGE] < 0)
+        rows[1][idle], rows[2][idle] = 0, spare
+        ids = self._runner._logits(rows).argmax(-1).int()
+        for i, drawn in enumerate(self._drawn):
+            self._host_ids[(drawn + self._step) % 2, i] = ids[i]
+        self._rows[0], self._step = ids, self._step + 1
+        self._rows[1] += 1
+
+
+class _Event:
+    def record(self, stream: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+def _sampled_steps(self: Runner, ids: Sequence[int], slots: Sequence[int], state: SamplingState) -> SampledSteps:
+    positions = [len(self.history[slot]) for slot in slots]
+    self.model.rope.reach(self.capacity)
+    rows, host_ids = self._rows(ids, positions, slots), torch.zeros(2, len(ids), dtype=torch.int32)
+    program = _Greedy(self, rows, host_ids, state.steps.tolist())
+    launched.append(len(ids))
+    step = DecodeStep(rows, program, rows, host_ids)
+    return SampledSteps(step, self.history, self.capacity, list(ids), list(slots), state.steps.tolist())
+
+
+launched: list[int] = []
+
+
+@pytest.fixture
+def flying(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runner, "samples_on_device", True)
+    monkeypatch.setattr(Runner, "sampled_steps", _sampled_steps)
+    monkeypatch.setattr(decode_steps.torch.cuda, "Event", _Event)
+    monkeypatch.setattr(decode_steps.torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setitem(executor.STEP_ROWS, "cpu", (1, 2, 4, 8, 16))
+
+
+@pytest.mark.parametrize("pages", [None, 14])
+def test_members_that_leave_change_nothing(
+    data_dir: Path, flying: None, monkeypatch: pytest.MonkeyPatch, pages: int | None
+) -> None:
+    """Outputs of 1 to 90 tokens at a time, in a pool that holds all of them or is too small for that."""
+    folder = data_dir / "checkpoints" / "stories260K"
+    draw = random.Random(7)
+    prompts = [[draw.randrange(3, 500) for _ in range(draw.randint(1, 100))] for _ in range(24)]
+    params = [SamplingParams(temperature=0, max_tokens=draw.randint(1, 90), ignore_eos=True) for _ in prompts]
+    alone = LLM(folder, device="cpu", dtype="fp32", max_sequences=1)
+    with monkeypatch.context() as plain:
+        plain.setattr(Runner, "samples_on_device", False)
+        plain.setitem(executor.STEP_ROWS, "cpu", ())
+        want = [alone.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
+    launched.clear()
+    size = None if pages is None else pages * alone.kv_bytes // alone.kv_tokens * 64
+    llm = LLM(folder, device="cpu", dtype="fp32", max_sequences=16, kv_memory=size)
+    got = [output.token_ids for output in llm.generate(prompts, params)]
+    assert got == want
+    assert len(launched) < sum(map(len, want)) // 8, "a flight goes on when members leave it"
