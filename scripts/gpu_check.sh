@@ -5,7 +5,7 @@
 #   scripts/gpu_check.sh --tree HASHES [PART...]  there: run the parts, each within ten minutes
 #   scripts/gpu_check.sh --stale [DIR]            where git is: what changed since the records in DIR
 #
-# Parts: build tests memcheck racecheck ops e2e latency load serve convert record, which are the default, and
+# Parts: build tests memcheck racecheck ops e2e drafts latency load serve convert record, which are the default, and
 #   cards                on a machine with two: nothing of one is on the other
 #   peers, vllm-folders  need --vllm DIR, with run_vllm.py and vLLM's site.tar.xz
 #   wheel                the tests again, from --wheel FILE or else from one for all cards that is built there
@@ -174,11 +174,11 @@ sanitize() {
   return "$status"
 }
 
-bench() {  # shape, bits and group size; the rest: options. One that fails does not lose the others
+bench() {  # shape, bits and group size; the rest: options. One that fails does not lose the others of `rows`, or e2e
   local shape=$1 bits=$2 group=$3
   shift 3
   bounded $python -m nibblelm bench --random-weights --device cuda --json \
-    --shape "$shape" --bits "$bits" --group-size "$group" "$@" | tee -a "$state/e2e.jsonl" | cut -c1-330 ||
+    --shape "$shape" --bits "$bits" --group-size "$group" "$@" | tee -a "$state/${rows:-e2e}.jsonl" | cut -c1-330 ||
     { echo "bench $shape $bits $group: failed" && lost=1; }
 }
 
@@ -198,6 +198,13 @@ e2e() {  # decode at batch 1; batches, long contexts and prefill where the weigh
   bench llama-3-8b 16 -1 "${once[@]}"
   for bits in 4 8 16; do bench llama-3.2-1b $bits -1 "${once[@]}"; done
   for shape in gpt-neox-6.9b gemma2-9b llama-3-70b; do bench $shape 4 -1 "${once[@]}"; done
+  return $lost
+}
+
+drafts() {  # decoding with drafts of which a share is right, beside without
+  rm -f "$state/drafts.jsonl"
+  local lost=0 rows=drafts
+  bench llama-3-8b 4 -1 --prompt-tokens 128 --gen-tokens 256 --batch 1 4 16 --speculate ngram
   return $lost
 }
 
@@ -241,8 +248,9 @@ if (state / "wheel.xml").exists():
     known = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**known, "gpu_tests": tests}, indent=1) + "\n")
 results = {}
-if (state / "e2e.jsonl").exists():
-    results["e2e"] = [json.loads(line) for line in (state / "e2e.jsonl").open()]
+for name in ("e2e", "drafts"):
+    if (state / f"{name}.jsonl").exists():
+        results[name] = [json.loads(line) for line in (state / f"{name}.jsonl").open()]
 for name in ("ops", "latency", "load", "peers", "serve", "convert", "vllm_folders"):
     if (state / f"{name}.json").exists():
         results[name] = json.loads((state / f"{name}.json").read_text())
@@ -264,7 +272,7 @@ while [[ $# -gt 0 ]]; do
     --wheel) wheel=$2; shift 2 ;;
     --limit) limit=$2; shift 2 ;;
     build | tests | memcheck | racecheck | ops | e2e | latency | load | serve | convert | record) parts+=("$1"); shift ;;
-    cards | peers | vllm-folders | wheel) parts+=("$1"); shift ;;
+    drafts | cards | peers | vllm-folders | wheel) parts+=("$1"); shift ;;
     *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,18p" "$0" >&2; exit 2 ;;
   esac
 done
@@ -274,7 +282,7 @@ for folder in "${folders[@]}"; do
     exit 2
   fi
 done
-[[ ${#parts[@]} -gt 0 ]] || parts=(build tests memcheck racecheck ops e2e latency load serve convert record)
+[[ ${#parts[@]} -gt 0 ]] || parts=(build tests memcheck racecheck ops e2e drafts latency load serve convert record)
 mkdir -p "$state"
 export PYTHONPATH=$PWD/$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
