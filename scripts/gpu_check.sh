@@ -175,7 +175,7 @@ sanitize() {
   return "$status"
 }
 
-bench() {  # shape, bits and group size; the rest: options. One that fails does not lose the others
+bench() {  # shape, bits and group size; the rest: options. One that fails does not lose the others of `rows`, or e2e
   local shape=$1 bits=$2 group=$3
   shift 3
   bounded $python -m nibblelm bench --random-weights --device cuda --json \
@@ -202,12 +202,6 @@ e2e() {  # decode at batch 1; batches, long contexts and prefill where the weigh
   return $lost
 }
 
-drafts() {  # a first run's text as drafts, four fifths of it as they were, and none
-  local rows=e2e.drafts lost=0
-  rm -f "$state/$rows.jsonl"
-  bench llama-3-8b 4 -1 --speculate ngram --prompt-tokens 128 --gen-tokens 256 --batch 1 4 16 64
-  return $lost
-}
 
 families() {  # of each kind of wiring a shape; most of the time goes to making weights, so each card makes its own
   local rows=e2e.families lost=0 count card i pids=()
@@ -225,6 +219,13 @@ families() {  # of each kind of wiring a shape; most of the time goes to making 
     pids+=($!)
   done
   for card in "${pids[@]}"; do wait "$card" || lost=1; done
+  return $lost
+}
+
+drafts() {  # decoding with drafts of which a share is right, beside without
+  rm -f "$state/drafts.jsonl"
+  local lost=0 rows=drafts
+  bench llama-3-8b 4 -1 --prompt-tokens 128 --gen-tokens 256 --batch 1 4 16 --speculate ngram
   return $lost
 }
 
@@ -267,13 +268,17 @@ if (state / "wheel.xml").exists():
     tests = {"wheel": Path(name).name, "wheel_bytes": int(size), **counted(state / "wheel.xml"), "gpu": driver, "tree": tree}
     known = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**known, "gpu_tests": tests}, indent=1) + "\n")
-lines = (state / f"{name}.jsonl" for name in ("e2e", "e2e.drafts", "e2e.families"))
-results = {"e2e": [json.loads(line) for path in lines if path.exists() for line in path.open()]}
+lines = {"e2e": ("e2e", "e2e.families"), "drafts": ("drafts",)}
+results = {
+    name: [json.loads(line) for path in files if (state / f"{path}.jsonl").exists() for line in (state / f"{path}.jsonl").open()]
+    for name, files in lines.items()
+}
 for name in ("ops", "latency", "load", "peers", "serve", "convert", "vllm_folders"):
     if (state / f"{name}.json").exists():
         results[name] = json.loads((state / f"{name}.json").read_text())
 KEYS = {  # what a row is of: one that was not measured again stays, with its tree
-    "e2e": "shape bits group_size activations kv load batch depth prompt_tokens generated_tokens acceptance",
+    "e2e": "shape bits group_size activations kv load batch depth prompt_tokens generated_tokens",
+    "drafts": "shape bits group_size activations kv batch acceptance",
     "peers": "engine quant test batch",
     "serve": "test model kind",
     "convert": "test shape layers method format",

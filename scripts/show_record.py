@@ -29,8 +29,6 @@ def beside(row: dict[str, Any], peers: Sequence[dict[str, Any]]) -> str:
     """What vLLM's formats reached in the same run, with the load of a row of ours."""
     if row["shape"] != "llama-3-8b":
         return ""
-    if row.get("load") == "drafts":
-        return ""
     if row.get("load") == "mixed":
         wanted = ("mixed", row["requests"])
     elif (row["depth"], row["prompt_tokens"]) == (0, 128):
@@ -59,10 +57,6 @@ def gpu(rows: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]] = ()) ->
             cells.append([row["shape"], weights, load, f"{row['output_tok_s']['mean']:,.0f}", "", ""])
             continue
         load = f"batch {row['batch']}, depth {row['depth']}, prompt {row['prompt_tokens']}"
-        if row.get("load") == "drafts":
-            load += f", drafts {row['acceptance']:.0%} right: {row['speed_up']['median']:.2f} x without"
-            cells.append([row["shape"], weights, load, f"{row['decode_tok_s']['mean']:,.0f}", "", ""])
-            continue
         decode = f"{row['decode_tok_s']['mean']:,.0f}" if row["generated_tokens"] > 16 else ""
         prefill = f"{row['prefill_tok_s']['mean']:,.0f}"
         bandwidth = f"{row['achieved_gb_s']:,.0f} GB/s" if decode else ""
@@ -79,6 +73,19 @@ def vllm(rows: Sequence[dict[str, Any]]) -> str:
     names = [" ".join((row["engine"], row["version"], row["quant"])) for row in rows]
     cells = [[n, r["test"], f"{r['batch']}", f"{r['tok_s']:,.0f}"] for n, r in zip(names, rows, strict=True)]
     return table(["engine", "test", "sequences", "tok/s"], cells)
+
+
+def drafts(rows: Sequence[dict[str, Any]]) -> str:
+    """Decoding with drafts from a first run's text, of which a share is left right, and without, by turns."""
+    cells = []
+    for row in rows:
+        ratio = "{median:.2f} x [{least:.2f}, {most:.2f}]".format(**row["speed_up"])
+        accepted = f"{row['accepted_tokens'] / row['draft_tokens']:.0%}" if row["draft_tokens"] else "none drafted"
+        speeds = (f"{row[name]['mean']:,.1f}" for name in ("decode_tok_s", "decode_tok_s_without"))
+        right = f"{row['acceptance']:.0%}"
+        cells.append([row["shape"], scheme(row), str(row["batch"]), right, accepted, *speeds, ratio])
+    header = ["shape", "weights", "batch", "right in the text", "drafted tokens accepted", "tok/s", "without", "ratio"]
+    return table(header, cells)
 
 
 def latency(rows: Sequence[dict[str, Any]]) -> str:
@@ -115,6 +122,17 @@ def serve(rows: Sequence[dict[str, Any]]) -> str:
         kind = {"whole": ", whole answers", "streams": ", streams"}.get(r.get("kind", ""), "")
         cells.append([r["model"], r["test"] + kind, text])
     return table(["model", "test", ""], cells)
+
+
+def held_out(rows: Sequence[dict[str, Any]]) -> str:
+    """What a server on the CPU was sent, how it answered, and its memory before and after."""
+    cells = []
+    for r in rows:
+        answers = f"{r['failed']} failed, {r['output_tokens_s']:,.0f} tok/s" if "failed" in r else ""
+        answers = answers or ", ".join(f"{n:,} x {status}" for status, n in r["statuses"].items())
+        memory = " to ".join(f"{r[f'memory_{when}_bytes'] / 2**20:,.1f}" for when in ("before", "after"))
+        cells.append([r["test"], f"{r['requests']:,} in {r['seconds']:,.0f} s", answers, f"{memory} MiB"])
+    return table(["test", "requests", "answers (0: closed)", "memory"], cells)
 
 
 def conversions(rows: Sequence[dict[str, Any]]) -> str:
@@ -260,9 +278,12 @@ RECORDS: dict[str, Callable[[Any], str]] = {
     "cpu/peers.json": cpu,
     "cpu/footprint.json": footprint,
     "cpu/avx2.json": kernels,
+    "cpu/drafts.json": drafts,
+    "cpu/serve.json": held_out,
     "quality.json": quality,
     "wheel.json": wheel,
     "h200/e2e.json": lambda rows: gpu(rows, recorded("h200/peers.json")),
+    "h200/drafts.json": drafts,
     "h200/peers.json": vllm,
     "h200/latency.json": latency,
     "h200/serve.json": serve,

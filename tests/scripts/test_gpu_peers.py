@@ -44,9 +44,6 @@ def our_row(**changes: Any) -> dict[str, Any]:
     return row | changes
 
 
-DRAFTS = our_row(batch=4, load="drafts", acceptance=0.8, speed_up={"median": 2.5})
-
-
 def test_rows_stay_when_a_format_fails(tmp_path: Path, script: Callable[..., Any]) -> None:
     runner, site, record = tmp_path / "runner.py", tmp_path / "site", tmp_path / "peers.json"
     runner.write_text(RUNNER)
@@ -79,7 +76,6 @@ def test_each_row_stands_beside_the_same_load() -> None:
         our_row(shape="llama-3.2-1b"),
         our_row(tree="another"),
         mixed,
-        DRAFTS,
     ]
     lines = show_record.gpu(rows, peer_rows()).splitlines()
     assert lines[0].endswith("| vLLM 0.25.0 int4 / fp8 |")
@@ -92,9 +88,7 @@ def test_each_row_stands_beside_the_same_load() -> None:
         "",
         "",
         "8,322 / 11,638",
-        "",
     ]
-    assert "drafts 80% right: 2.50 x without" in lines[-1]
     assert "vLLM" not in show_record.gpu(rows)
     assert "| vLLM 0.25.0 int4 | mixed | 256 | 8,322 |" in show_record.vllm(peer_rows())
 
