@@ -11,7 +11,7 @@ from nibblelm.request import GenerationOutput, Request
 from nibblelm.sampler import Sampled
 from nibblelm.server.answers import Chunks, answer, finite, head, token_name, top_of, usage
 from nibblelm.server.events import EventStream
-from nibblelm.server.fields import Fields, is_integer
+from nibblelm.server.fields import Fields
 from nibblelm.server.sampling_fields import MOST_LOGPROBS, MOST_TOKENS, Common, read_common
 from nibblelm.server.service import Service, read_body
 from nibblelm.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def _prompts(f: Fields) -> list[Prompt]:
     supported = f"a string, a list of token ids, or a list of 1 to {MOST_PROMPTS} such prompts"
 
     def is_prompt(value: Any) -> bool:
-        return isinstance(value, str) or (isinstance(value, list) and len(value) > 0 and all(map(is_integer, value)))
+        return isinstance(value, str) or (isinstance(value, list) and set(map(type, value)) == {int})
 
     def fits(value: Any) -> bool:
         several = isinstance(value, list) and 1 <= len(value) <= MOST_PROMPTS and all(map(is_prompt, value))
