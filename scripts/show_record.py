@@ -117,6 +117,17 @@ def serve(rows: Sequence[dict[str, Any]]) -> str:
     return table(["model", "test", ""], cells)
 
 
+def held_out(rows: Sequence[dict[str, Any]]) -> str:
+    """What a server on the CPU was sent, how it answered, and its memory before and after."""
+    cells = []
+    for r in rows:
+        answers = f"{r['failed']} failed, {r['output_tokens_s']:,.0f} tok/s" if "failed" in r else ""
+        answers = answers or ", ".join(f"{n:,} x {status}" for status, n in r["statuses"].items())
+        memory = " to ".join(f"{r[f'memory_{when}_bytes'] / 2**20:,.1f}" for when in ("before", "after"))
+        cells.append([r["test"], f"{r['requests']:,} in {r['seconds']:,.0f} s", answers, f"{memory} MiB"])
+    return table(["test", "requests", "answers (0: closed)", "memory"], cells)
+
+
 def conversions(rows: Sequence[dict[str, Any]]) -> str:
     """Calibrated conversions: time, memory, and what became of killed ones."""
     cells = []
@@ -260,6 +271,8 @@ RECORDS: dict[str, Callable[[Any], str]] = {
     "cpu/peers.json": cpu,
     "cpu/footprint.json": footprint,
     "cpu/avx2.json": kernels,
+    "cpu/drafts.json": gpu,
+    "cpu/serve.json": held_out,
     "quality.json": quality,
     "wheel.json": wheel,
     "h200/e2e.json": lambda rows: gpu(rows, recorded("h200/peers.json")),
