@@ -32,7 +32,7 @@ import nibblelm
 from nibblelm.server.bench import Load, measured, summary
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "server"))
-from bad_requests import bad_request, status_of
+from bad_requests import bad_request, status_of  # type: ignore[import-not-found]
 
 KEYS = ("right",) * 9 + ("wrong",)
 GROWTH = 1.05

@@ -23,13 +23,3 @@ def test_bad_requests_and_a_soak(script: Callable[..., Any], demo: Path, tmp_pat
     shown = show_record.held_out([bad, soak])
     assert "| bad requests | 100 in" in shown
     assert "| soak | 200 in" in shown
-
-
-def test_drafts_have_a_table() -> None:
-    import show_record
-
-    row = dict(shape="tiny", bits=4, group_size=-1, batch=2, acceptance=0.8, draft_tokens=200, accepted_tokens=120)
-    row |= {name: dict(mean=mean, std=1.0) for name, mean in (("decode_tok_s", 30), ("decode_tok_s_without", 10))}
-    row["speed_up"] = dict(median=3.0, least=2.5, most=3.25)
-    line = "| tiny | int4 per row | 2 | 80% | 60% | 30.0 | 10.0 | 3.00 x [2.50, 3.25] |"
-    assert show_record.drafts([row]).splitlines()[-1] == line
