@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from nibblelm.cli import build_parser
 from nibblelm.cli.bench import _from_shape
 from nibblelm.engine import STEP_TOKENS
 from nibblelm.engine_core import Engine, Handle
@@ -39,8 +40,8 @@ class Bench:
     """An engine, and requests to it."""
 
     def __init__(self, shape: str) -> None:
-        options = dict(shape=shape, bits=4, group_size=-1, device="cuda", dtype="auto", activations=None)
-        runner, _ = _from_shape(argparse.Namespace(**options, threads=None, graph=True), CONTEXT)
+        args = build_parser().parse_args(["bench", "--shape", shape, "--device", "cuda"])
+        runner, _ = _from_shape(args, CONTEXT)
         pages = 20 * page_count(CONTEXT)
         runner.reserve(18, pages + 1)
         self.vocab_size = runner.model.config.vocab_size
