@@ -172,6 +172,16 @@ def cpu(rows: Sequence[dict[str, Any]]) -> str:
     return table(header, [[*start, *peers] for start, peers in cells.items()])
 
 
+def families(rows: Sequence[dict[str, Any]]) -> str:
+    """Decoding of each family at 1B, in bytes of matrices, beside llama's in the same rounds."""
+    cells = []
+    for row in rows:
+        ratio = f"{row['ratio_median']:.2f} x [{row['ratio_min']:.2f}, {row['ratio_max']:.2f}]"
+        rates = (f"{row[key]:.1f} GB/s" for key in ("gb_s", "llama_gb_s"))
+        cells.append([row["shape"], f"{row['bytes'] / 1e6:.0f} MB", *rates, ratio])
+    return table(["shape at 1B", "matrices", "decode", "llama", "ratio"], cells)
+
+
 def footprint(rows: Sequence[dict[str, Any]]) -> str:
     """Load time beyond `import torch`, and peak memory beside what must be there."""
     cells = []
@@ -277,6 +287,7 @@ def recorded(name: str) -> list[dict[str, Any]]:
 RECORDS: dict[str, Callable[[Any], str]] = {
     "cpu/peers.json": cpu,
     "cpu/footprint.json": footprint,
+    "cpu/families.json": families,
     "cpu/avx2.json": kernels,
     "cpu/drafts.json": drafts,
     "cpu/serve.json": held_out,
