@@ -273,7 +273,7 @@ class _Core:
         self.end: Callable[[], EngineError] | None = None  # makes what every request gets from now on
         self.finished = 0
         self.stats = Stats()
-        self._scheduler, self._executor = scheduler, Executor(runner, scheduler)
+        self._scheduler, self._executor = scheduler, Executor(runner, scheduler, self.stats)
         self.runner, self._speculation = runner, speculation
         self._channels: dict[Sequence, _Channel] = {}
 
@@ -340,11 +340,8 @@ class _Core:
         """Compute what the scheduler plans, and hand out what comes of it."""
         pays = self._speculation is not None and self._drafted(self._speculation)
         plan = self._scheduler.plan()
-        drafts = [(s.owner, len(s.draft), s.owner.accepted_tokens) for s in plan.decodes if s.draft]
         for sequence, choice in self._executor.run(plan, land=pays):
             self._deliver(sequence, choice)
-        for request, drafted, accepted in drafts:
-            self.stats.draft(drafted, request.accepted_tokens - accepted)
         self.stats.steps += 1
         if plan.decodes or plan.chunks:
             self.stats.progress = time.monotonic()

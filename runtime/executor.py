@@ -24,6 +24,7 @@ from nibblelm.runner import PREFILL_CHUNK, Prompt, Runner
 from nibblelm.sampler import Sampled, Sampler, device_sampling, unusable_logits
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Chunk, Plan, Scheduler, Sequence
+from nibblelm.stats import Stats
 
 STEP_ROWS = {"cpu": (), "cuda": (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)}
 """Rows that a decode step is filled up to with rows that nobody reads: on CUDA a program is captured for each count
@@ -39,8 +40,10 @@ class Executor:
     Each sequence's `owner` is its Request or LogitsRequest.
     """
 
-    def __init__(self, runner: Runner, scheduler: Scheduler, step_rows: tuple[int, ...] | None = None) -> None:
-        self._runner, self._scheduler = runner, scheduler
+    def __init__(
+        self, runner: Runner, scheduler: Scheduler, stats: Stats, step_rows: tuple[int, ...] | None = None
+    ) -> None:
+        self._runner, self._scheduler, self._stats = runner, scheduler, stats
         self._step_rows = STEP_ROWS[runner.device.type] if step_rows is None else step_rows
         self._spare = len(runner.history) - 1
         if self._step_rows:
@@ -118,7 +121,9 @@ class Executor:
             if s not in due:
                 self._scheduler.advance(s, s.computed + 1)
             s.owner.drafted_tokens += len(s.draft)
-        together = [s for s in due if logits.device.type == "cuda" and s.owner.sampler.runs_ahead]
+            self._stats.drafts += bool(s.draft)
+            self._stats.draft_tokens += len(s.draft)
+        together = [s for s in due if _draws(logits) and s.owner.sampler.runs_ahead]
         if together:
             rows = [due[s] + i for s in together for i in range(1 + len(s.draft))]
             yield from self._verify(together, _picked(logits, rows))
@@ -149,6 +154,7 @@ class Executor:
         right = isinstance(choice, Sampled) and s.draft[:1] == [choice.token_id]
         s.draft = s.draft[1:] if right else []
         s.owner.accepted_tokens += right
+        self._stats.accepted_tokens += right
         return right
 
     def _fly(self, wanted: list[Sequence], more_to_come: bool) -> Iterator[tuple[Sequence, Choice]]:
@@ -233,6 +239,11 @@ def _launches(chunks: Iterable[Chunk], room: int) -> Iterator[list[Chunk]]:
         yield together
 
 
+def _draws(logits: Tensor) -> bool:
+    """Whether the device of these draws tokens."""
+    return logits.device.type == "cuda"
+
+
 def _picked(logits: Tensor, rows: list[int]) -> Tensor:
     """Rows in rising order, where that is possible without a copy."""
     first, last = (rows[0], rows[-1] + 1) if rows else (0, 0)
@@ -242,7 +253,7 @@ def _picked(logits: Tensor, rows: list[int]) -> Tensor:
 def _chosen(members: list[Sequence], logits: Tensor) -> Iterator[tuple[Sequence, Sampled | RequestError]]:
     """The next token of each sequence, from its row of logits (M, vocab), or why there is none: drawn on the device
     where that can be."""
-    on_device = [logits.device.type == "cuda" and not s.owner.sampler.on_host for s in members]
+    on_device = [_draws(logits) and not s.owner.sampler.on_host for s in members]
     for choose, device in ((_choose_on_device, True), (_choose, False)):
         rows = [i for i, own in enumerate(on_device) if own is device]
         if rows:

@@ -53,12 +53,6 @@ class Stats:
         self.generated_tokens += 1
         request.last = now
 
-    def draft(self, drafted: int, accepted: int) -> None:
-        """A draft was computed, and so many of its tokens were right."""
-        self.drafts += 1
-        self.draft_tokens += drafted
-        self.accepted_tokens += accepted
-
     def end(self, reason: str, timings: "Timings | None" = None) -> None:
         """A request has ended; `timings` if it has generated something."""
         self.finished[reason] += 1

@@ -149,7 +149,7 @@ def run(llm: LLM, schedule: dict[str, Any], alone: list[Any], monkeypatch: pytes
     engine = Engine(llm.runner, scheduler, speculation=speculation)
     engine._thread = threading.current_thread()  # steps are made here, one for each turn of the readers
     core = engine._core
-    core._executor = Executor(llm.runner, core._scheduler, schedule["step_rows"])
+    core._executor = Executor(llm.runner, core._scheduler, core.stats, schedule["step_rows"])
     arrivals = sorted(schedule["arrivals"], key=lambda arrival: arrival[0])
     reading: list[Reader] = []
     for step in count():

@@ -13,6 +13,7 @@ from nibblelm import LLM, SamplingParams, decode_steps, executor
 from nibblelm.decode_steps import DecodeStep, SampledSteps
 from nibblelm.ops import PAGE, SamplingState
 from nibblelm.runner import Runner
+from nibblelm.speculation import Speculation
 
 
 class _Greedy:
@@ -81,3 +82,35 @@ def test_members_that_leave_change_nothing(
     got = [output.token_ids for output in llm.generate(prompts, params)]
     assert got == want
     assert len(launched) < sum(map(len, want)) // 8, "a flight goes on when members leave it"
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_drafts_land_a_flight_and_change_nothing(
+    data_dir: Path, flying: None, monkeypatch: pytest.MonkeyPatch, sequences: int
+) -> None:
+    """Drafts come from all tokens, so the step that is ahead is used up first; where there are none, one is ahead."""
+    folder = data_dir / "checkpoints" / "stories260K"
+    draw = random.Random(8)
+    prompts = [[draw.randrange(3, 500) for _ in range(draw.randint(1, 30))] * draw.randint(1, 3) for _ in range(12)]
+    params = [SamplingParams(temperature=0, max_tokens=draw.randint(1, 120), ignore_eos=True) for _ in prompts]
+    with monkeypatch.context() as plain:
+        plain.setattr(Runner, "samples_on_device", False)
+        alone = LLM(folder, device="cpu", dtype="fp32", max_sequences=1)
+        want = [alone.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
+        alone.close()
+    launched.clear()
+    landings: list[bool] = []
+    propose = Speculation.propose
+
+    def watched(self: Speculation, running: Any, ahead: bool = False) -> Any:
+        pays, failed = propose(self, running, ahead)
+        landings.append(pays and ahead)
+        return pays, failed
+
+    monkeypatch.setattr(Speculation, "propose", watched)
+    llm = LLM(folder, device="cpu", dtype="fp32", max_sequences=sequences, speculate="ngram")
+    outputs = llm.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == want
+    assert sum(output.timings.accepted_tokens for output in outputs) > 20
+    assert sum(landings) > 0
+    assert 0 < len(launched) < sum(map(len, want)) // 4, "no draft, no landing"

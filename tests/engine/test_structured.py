@@ -15,7 +15,7 @@ import pytest
 from nibblelm import LLM, SamplingParams
 from nibblelm.engine_core import Engine
 from nibblelm.errors import RequestError, SchemaError
-from nibblelm.scheduler import Scheduler, Sequence
+from nibblelm.scheduler import Scheduler
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "stories-7m"
 PROMPT = "Once upon a time"
@@ -142,44 +142,38 @@ def test_deep_schemas(llm: LLM) -> None:
 
 
 def test_a_token_costs_at_most_0_3_ms_more(llm: LLM) -> None:
-    """Steps of a sequence with a schema and of one without by turns, in processor time of the thread that computes
-    them: the median difference over all tokens. What else runs on the machine may make it more, but not three times."""
+    """Steps of one sequence, in processor time of the thread that computes them: each step in the best of several runs
+    that compute the same, since other processes take caches and clock; then the difference of the medians."""
     schemas = [
         {"type": "object"},
         {"type": "string", "minLength": 99},
         *(schema_of(random.Random(i)) for i in range(9)),
     ]
-    engine = Engine(llm.runner, Scheduler(2, 16, (512, 128)))
-    engine._thread = threading.current_thread()
-    core = engine._core
 
-    def step_s(this: Sequence, other: Sequence) -> float:
-        core._scheduler.park(other)
-        core._scheduler.resume(this)
-        begun = time.thread_time()
-        core.step()
-        return time.thread_time() - begun
-
-    def median_s() -> float:
-        more: list[float] = []
-        for seed, schema in enumerate(schemas):
-            both = [SamplingParams(temperature=1, seed=seed, max_tokens=100, ignore_eos=True)]
-            both.append(SamplingParams(temperature=1, seed=seed, max_tokens=99, schema=schema))
-            requests = [llm.request(llm.encode(PROMPT), llm.resolve(params, {})) for params in both]
-            handles = [engine.add(request, stream=False) for request in requests]
-            free, guided = (handle._sequence for handle in handles)
-            core.heard(wait=False)
+    def steps_s(**options: Any) -> list[float]:
+        engine = Engine(llm.runner, Scheduler(1, 8, (512, 128)))
+        engine._thread = threading.current_thread()
+        core, spent = engine._core, list[float]()
+        params = llm.resolve(SamplingParams(temperature=1, max_tokens=99, **options), {})
+        handle = engine.add(llm.request(llm.encode(PROMPT), params), stream=False)
+        core.heard(wait=False)
+        while core._scheduler.has_work:
+            begun = time.thread_time()
             core.step()
-            while guided.running:
-                more.append(step_s(guided, free) - step_s(free, guided))
-            handles[0].abort()
-            core.heard(wait=False)
-            assert handles[1].result().output.error is None
-        assert len(more) > 150
-        print(f"{len(more)} tokens: {1e3 * statistics.median(more):.3f} ms more")
-        return statistics.median(more)
+            spent.append(time.thread_time() - begun)
+        assert handle.result().output.error is None
+        return spent[1:]  # the first is the prompt's
 
-    assert any(median_s() < 0.3e-3 for _ in range(3))
+    loads: list[list[dict[str, Any]]] = [
+        [dict(schema=schema, seed=seed) for seed, schema in enumerate(schemas)],
+        [dict(ignore_eos=True, seed=seed) for seed in range(4)],
+    ]
+    runs = [[[s for options in load for s in steps_s(**options)] for load in loads] for _ in range(5)]
+    guided, free = ([min(same) for same in zip(*of_load, strict=True)] for of_load in zip(*runs, strict=True))
+    more = statistics.median(guided) - statistics.median(free)
+    print(f"{len(guided)} tokens: {1e3 * more:.3f} ms more than {1e3 * statistics.median(free):.3f} ms")
+    assert len(guided) > 150
+    assert more < 0.3e-3
 
 
 def test_a_guide_that_fails_on_the_way_ends_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
