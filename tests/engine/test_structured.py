@@ -11,6 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 
 from nibblelm import LLM, SamplingParams
 from nibblelm.engine_core import Engine
@@ -141,6 +142,7 @@ def test_deep_schemas(llm: LLM) -> None:
         llm.generate(PROMPT, schema=deep)
 
 
+@torch.inference_mode()  # as the engine's thread
 def test_a_token_costs_at_most_0_3_ms_more(llm: LLM) -> None:
     """Steps of one sequence, in processor time of the thread that computes them: each step in the best of several runs
     that compute the same, since other processes take caches and clock; then the difference of the medians."""
