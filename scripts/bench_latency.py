@@ -48,11 +48,11 @@ class Bench:
         self.engine = Engine(runner, Scheduler(17, pages, STEP_TOKENS["cuda"]))
         self._draw = random.Random(0)
 
-    def add(self, prompt: int, tokens: int, params: SamplingParams = DRAWN) -> Handle:
-        """A prompt of random ids, as a stream."""
+    def add(self, prompt: int, tokens: int, params: SamplingParams = DRAWN, stream: bool = True) -> Handle:
+        """A prompt of random ids."""
         ids = [self._draw.randrange(self.vocab_size) for _ in range(prompt)]
         params = dataclasses.replace(params, max_tokens=tokens)
-        return self.engine.add(Request(ids, params, None, self.vocab_size, CONTEXT, set()))
+        return self.engine.add(Request(ids, params, None, self.vocab_size, CONTEXT, set()), stream)
 
     def first_token(self, prompt: int, tokens: int = 1) -> float:
         """Seconds to the first token."""
@@ -108,7 +108,7 @@ def throughput(bench: Bench, params: SamplingParams) -> float:
     rates = []
     for _ in range(6):
         begun = time.perf_counter()
-        handles = [bench.add(128, 256, params) for _ in range(16)]
+        handles = [bench.add(128, 256, params, stream=False) for _ in range(16)]  # read one after the other
         for handle in handles:
             handle.result()
         rates.append(16 * 256 / (time.perf_counter() - begun))

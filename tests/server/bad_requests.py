@@ -5,6 +5,7 @@ import json
 import random
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 
@@ -54,7 +55,8 @@ def status_of(port: int, data: bytes, half_close: bool) -> int:
         try:
             connection.sendall(data)
             if half_close:
-                connection.shutdown(socket.SHUT_WR)
+                with suppress(OSError):  # it was closed over there
+                    connection.shutdown(socket.SHUT_WR)
             while b"\r\n" not in answer and (more := connection.recv(4096)):
                 answer += more
         except ConnectionError:
