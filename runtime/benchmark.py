@@ -153,7 +153,8 @@ def measure_drafts(
                 measured.append(runs.rates(seconds)[1])
     finally:
         engine.close()
-    ratios = [with_drafts / without for without, with_drafts in zip(*rates.values(), strict=True)]
+    pairs = zip(*rates.values(), strict=True)
+    ratios = [with_drafts / without for without, with_drafts in pairs if without] or [0.0]  # too short to be measured
     ratio = statistics.median(ratios), min(ratios), max(ratios)
     counts = engine.stats
     counted = (counts.drafts, counts.draft_tokens, counts.accepted_tokens)

@@ -348,7 +348,7 @@ class _Core:
 
     def _drafted(self, speculation: Speculation) -> bool:
         """`Speculation.propose`; a request whose drafter has failed ends."""
-        pays, failed = speculation.propose(self._scheduler.running, self._executor.ahead)
+        pays, failed = speculation.propose(self._scheduler.running, self._executor.ahead, self._executor.bars_drafts)
         for sequence, error in failed:
             self._deliver(sequence, RequestError(f"its drafter failed with {type(error).__name__}: {error}"))
         return pays
@@ -374,7 +374,7 @@ class _Core:
             channel.put(error, last)
         if last:
             self._finish(sequence)
-        elif channel.stream and channel.backlog >= BACKLOG:
+        elif channel.stream and channel.backlog >= BACKLOG and not sequence.parked:  # a draft may go on behind that
             channel.held = True
             if channel.backlog <= BACKLOG // 2:  # read just now, before the reader could see that it is waited for
                 channel.held = False

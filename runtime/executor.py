@@ -51,6 +51,11 @@ class Executor:
         self._members: list[Sequence | None] = []  # of the flight; None: has left it
         self._flight: SampledSteps | None = None
 
+    def bars_drafts(self, sequence: Sequence) -> bool:
+        """Whether verifying drafts costs more than they bring: what its penalties and its bias say of every token would
+        go to the device with each step."""
+        return self._runner.samples_on_device and sequence.owner.sampler.wide
+
     @property
     def ahead(self) -> bool:
         """Whether the device computes a step already whose tokens the host has not seen."""
@@ -245,9 +250,9 @@ def _draws(logits: Tensor) -> bool:
 
 
 def _picked(logits: Tensor, rows: list[int]) -> Tensor:
-    """Rows in rising order, where that is possible without a copy."""
-    first, last = (rows[0], rows[-1] + 1) if rows else (0, 0)
-    return logits[first:last] if last - first == len(rows) else logits[rows]
+    """These rows, without a copy where they follow each other."""
+    first = rows[0] if rows else 0
+    return logits[first : first + len(rows)] if rows == list(range(first, first + len(rows))) else logits[rows]
 
 
 def _chosen(members: list[Sequence], logits: Tensor) -> Iterator[tuple[Sequence, Sampled | RequestError]]:

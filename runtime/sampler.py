@@ -112,6 +112,11 @@ class Sampler:
         return self.params.temperature == 0 and self.params.logprobs is None and not self._changes_logits
 
     @property
+    def wide(self) -> bool:
+        """Whether its state has a number for each token of the vocabulary: penalties and a bias."""
+        return self._seen is not None or self._output is not None or self._bias_ids.size > 0
+
+    @property
     def on_host(self) -> bool:
         """Whether the next token is for `sample` on every device: `device_sampling` knows nothing of what it needs."""
         return self.params.logprobs is not None or self._holds_ends
@@ -127,8 +132,7 @@ class Sampler:
 
     @property
     def _changes_logits(self) -> bool:
-        counted = self._seen is not None or self._output is not None
-        return counted or self._bias_ids.size > 0 or self._holds_ends or self.guide is not None
+        return self.wide or self._holds_ends or self.guide is not None
 
     def accept(self, token_id: int) -> Sampled:
         """Take a token that the device chose: the argmax where `takes_argmax`, else the draw of `device_sampling`."""
@@ -200,7 +204,7 @@ def device_sampling(
     drafts  or would stand after these tokens, of each
     """
     drafts = drafts or [()] * len(samplers)
-    wide = any(s._seen is not None or s._output is not None or s._bias_ids.size for s in samplers)
+    wide = any(s.wide for s in samplers)
     state = SamplingState.greedy(len(samplers), torch.device("cpu"), vocab_size if wide else 0)
     of_all = (s.params for s in samplers)
     columns = zip(

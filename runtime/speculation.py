@@ -26,6 +26,9 @@ on two cores with AVX-512; CUDA: 8B int4 per row on an H200, whose programs are 
 WORTH = 1.2
 """Tokens a unit of time that drafts must promise, beside none: the host has work with them, and no step is ahead."""
 
+LEAST = 0.2
+"""Share of right tokens below which a sequence's drafts are left out: others' gain would pay for their rows."""
+
 FADE = 0.95
 """What a drafted token, right or wrong, counts for beside the next one of its sequence."""
 
@@ -129,11 +132,15 @@ class Speculation:
         self._histories.pop(sequence, None)
 
     def propose(
-        self, running: Iterable[Sequence], ahead: bool = False
+        self,
+        running: Iterable[Sequence],
+        ahead: bool = False,
+        barred: Callable[[Sequence], bool] = lambda _: False,
     ) -> tuple[bool, list[tuple[Sequence, Exception]]]:
         """Give sequences the draft for their next step, as far as that pays.
 
         ahead    the device computes the next step already: nobody gets a draft, since these come from all tokens
+        barred   says of a sequence that it gets none
         returns  whether it pays, and whose drafter failed
         """
         generating = [s for s in running if not s.parked and s.computed >= s.prompt]
@@ -144,7 +151,8 @@ class Speculation:
         failed: list[tuple[Sequence, Exception]] = []
         for s in generating if room > 0 else ():
             try:
-                if s.at_end and (draft := self._draft(s, room)):
+                draft = self._draft(s, room) if s.at_end and not barred(s) else []
+                if draft and self._histories[s].acceptance >= LEAST:
                     drafts[s] = draft
             except Exception as error:  # that of a drafter is its own sequence's alone
                 failed.append((s, error))

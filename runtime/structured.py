@@ -144,7 +144,7 @@ class _Vocabulary:
         if not isinstance(text, str):
             raise TypeError("text alone is encoded")
         ids, data = self._tokenizer.encode(text, add_special_tokens=False), text.encode()
-        if b"".join(self.tokens[i] for i in ids) == data:
+        if all(i < len(self.tokens) for i in ids) and b"".join(self.tokens[i] for i in ids) == data:
             return ids
         ids, at = [], 0
         while at < len(data):

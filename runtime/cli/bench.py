@@ -79,6 +79,10 @@ def run(args: argparse.Namespace) -> int:
     for load in loads:
         if min(load.prompt_tokens, load.generated_tokens, load.batch) < 1 or load.depth < 0:
             raise RequestError("--prompt-tokens, --gen-tokens and --batch must be at least 1, --depth at least 0")
+        if args.speculate is not None and load.generated_tokens < 2:
+            raise RequestError("--speculate needs --gen-tokens of at least 2: the first token has no draft")
+    if args.speculate is not None and args.mixed:
+        raise RequestError("--mixed is measured without drafts: leave out --speculate")
     context = max([load.context for load in loads] + [MIXED_CONTEXT] * args.mixed)
     first, facts = (_from_shape if args.shape else _from_model)(args, context)
     keep_loaded()

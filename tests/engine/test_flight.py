@@ -4,16 +4,21 @@ join or lose their pages while a step is ahead change nobody's tokens."""
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from nibblelm import LLM, SamplingParams, decode_steps, executor
+from nibblelm import LLM, SamplingParams, decode_steps, engine_core, executor, scheduler
 from nibblelm.decode_steps import DecodeStep, SampledSteps
 from nibblelm.ops import PAGE, SamplingState
 from nibblelm.runner import Runner
+from nibblelm.sampler import Sampled
+from nibblelm.scheduler import Scheduler
 from nibblelm.speculation import Speculation
+from nibblelm.stats import Stats
 
 
 class _Greedy:
@@ -51,6 +56,12 @@ def _sampled_steps(self: Runner, ids: Sequence[int], slots: Sequence[int], state
 
 
 launched: list[int] = []
+
+
+def test_rows_are_picked_in_any_order() -> None:
+    logits = torch.arange(6).view(6, 1)
+    for rows in ([], [2], [1, 2, 3], [3, 1, 5], [5, 3, 4], [0, 2, 2]):
+        assert executor._picked(logits, rows).flatten().tolist() == rows
 
 
 @pytest.fixture
@@ -102,8 +113,8 @@ def test_drafts_land_a_flight_and_change_nothing(
     landings: list[bool] = []
     propose = Speculation.propose
 
-    def watched(self: Speculation, running: Any, ahead: bool = False) -> Any:
-        pays, failed = propose(self, running, ahead)
+    def watched(self: Speculation, running: Any, ahead: bool, barred: Any) -> Any:
+        pays, failed = propose(self, running, ahead, barred)
         landings.append(pays and ahead)
         return pays, failed
 
@@ -114,3 +125,43 @@ def test_drafts_land_a_flight_and_change_nothing(
     assert sum(output.timings.accepted_tokens for output in outputs) > 20
     assert sum(landings) > 0
     assert 0 < len(launched) < sum(map(len, want)) // 4, "no draft, no landing"
+
+
+def test_a_parked_sequence_that_gets_another_token_goes_on() -> None:
+    """A draft, or the step that was ahead, goes on behind the token that parked it; its reader catches up while that
+    token is delivered, between two looks at what waits."""
+
+    class Channel(engine_core._Channel):
+        looks = 0  # until the reader catches up
+
+        @property
+        def backlog(self) -> int:
+            self.looks -= 1
+            if self.looks == 0:
+                read(40)
+            return self.sent - self.read
+
+    core = engine_core._Core.__new__(engine_core._Core)
+    core.inbox, core.stats, core.finished, core.end = SimpleQueue(), Stats(), 0, None
+    core._scheduler, core._speculation, core._channels = Scheduler(2, 64, (512, 64)), None, {}
+    piece = SimpleNamespace(output=None, token_id=None)
+    sequence = scheduler.Sequence([1, 2], 2, 2000, owner=SimpleNamespace(accept=lambda choice: piece))
+    channel = Channel(stream=True)
+
+    def read(pieces: int) -> None:
+        for _ in range(pieces):
+            channel.items.get()
+            channel.read += 1
+            if channel.held and channel.sent - channel.read <= engine_core.BACKLOG // 2:
+                core.inbox.put((core.resume, (sequence, channel)))
+
+    core.add(sequence, channel)
+    core._scheduler.plan()
+    for _ in range(engine_core.BACKLOG):
+        core._deliver(sequence, Sampled(5))
+    assert sequence.parked
+    channel.looks = 2
+    core._deliver(sequence, Sampled(5))
+    read(channel.sent - channel.read)
+    assert core.heard(wait=False)
+    assert not sequence.parked
