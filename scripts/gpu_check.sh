@@ -13,7 +13,7 @@
 # benchmarks/wheel.json; rows that were not measured again stay there. HASHES is "csrc=... runtime=... models=...". A
 # part that fails does not keep the next from running; with --limit S all end after S seconds, and what was measured by
 # then stays. After `build`, parts may run side by side on different cards (CUDA_VISIBLE_DEVICES), but not two that
-# measure; convert and families take all cards there are.
+# measure; convert and families take all cards there are, tests and sanitizers those that CUDA_VISIBLE_DEVICES names.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -151,13 +151,15 @@ convert() {
 # $1: tool, over this project's kernels (torch's reductions have what racecheck calls hazards), in several processes
 # with a share of the cases each. The tool's message is recorded where the machine refuses it.
 sanitize() {
-  local logs=$state/$1 status=0 processes=$(($(nproc) / 2)) pids=() share cases
+  local logs=$state/$1 status=0 processes=$(($(nproc) / 2)) pids=() share cases cards
+  IFS=, read -ra cards <<< "${CUDA_VISIBLE_DEVICES:-0}"
   rm -rf "$logs" && mkdir -p "$logs"
   $python -m pytest -q --collect-only -p no:cacheprovider -m sanitize "${@:2}" | grep :: > "$logs/cases"
   split --number=r/$processes "$logs/cases" "$logs/share."
   for share in "$logs"/share.*; do
     mapfile -t cases < "$share"
-    OMP_NUM_THREADS=2 timeout 180 compute-sanitizer --tool "$1" --kernel-name kns=nibblelm --error-exitcode 9 \
+    CUDA_VISIBLE_DEVICES=${cards[${#pids[@]} % ${#cards[@]}]} OMP_NUM_THREADS=2 timeout 330 \
+      compute-sanitizer --tool "$1" --kernel-name kns=nibblelm --error-exitcode 9 \
       "$python" -m pytest -q -p no:cacheprovider "${cases[@]}" > "$share.log" 2>&1 &
     pids+=($!)
   done

@@ -1,5 +1,6 @@
 """Shared pytest options and fixtures."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--data", default=str(ROOT.parent / "shared" / "data"), help="folder of real checkpoints and text")
     parser.addoption("--every", action="store_true", help="every family in every format, not a sample of each")
     parser.addoption("--schedules", type=int, default=50, help="random schedules that the engine is tested with")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers share the cards out among them, where CUDA_VISIBLE_DEVICES names several."""
+    worker, cards = os.environ.get("PYTEST_XDIST_WORKER", ""), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if worker and len(cards) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = cards[int(worker.removeprefix("gw")) % len(cards)]
 
 
 @pytest.fixture(scope="session")

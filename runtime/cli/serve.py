@@ -8,6 +8,10 @@ from nibblelm.cli.options import add_load_arguments, load_model, positive, print
 
 HELP = "serve a model over HTTP, as OpenAI's API has it"
 
+SWITCH_S = 0.0005
+"""Seconds after which a Python thread makes way for another that waits, 0.005 by default: so long the engine's would
+wait for the event loop, several times a step."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="model folder or hub id")
@@ -48,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     listening = bound(options.host, options.port)
     llm = load_model(args, args.max_sequences)
     print_load(llm)
+    sys.setswitchinterval(SWITCH_S)
     names = args.served_model_name or [args.model]
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host

@@ -84,9 +84,11 @@ class Service:
                 404, f"the model {name!r:.80} is not here; served: {known}", param="model", code="model_not_found"
             )
 
-    async def in_pool(self, function: Callable[..., T], *args: Any) -> T:
-        """Run what would hold up the event loop. The package's errors become a client's."""
+    async def in_pool(self, function: Callable[..., T], *args: Any, quick: bool = False) -> T:
+        """Run what would hold up the event loop, but for what is `quick`. The package's errors become a client's."""
         try:
+            if quick:  # handing it to a thread and back takes longer
+                return function(*args)
             return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
         except NibbleLMError as error:
             raise as_api_error(error) from error

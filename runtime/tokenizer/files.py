@@ -161,10 +161,13 @@ def _missing_special(settings: Settings, known: set[str]) -> list["AddedToken"]:
 
 def _apply_class(backend: "Backend", settings: Settings, required: bool) -> None:
     """Set the pipeline of the folder's class; `required` where no tokenizer.json gives one."""
-    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
     prefix = settings.config.get("add_prefix_space")
     model: Any = backend.model
+    if settings.class_name in CLASS_DEFAULTS and not isinstance(model, models.BPE):
+        kind = type(model).__name__
+        raise TokenizerError(f"tokenizer.json has a {kind} model; {settings.class_name}, its class, is for BPE")
     if settings.class_name == "LlamaTokenizer" and not required:
         prefix = prefix is None or bool(prefix)
         scheme = "never" if not prefix else "always" if settings.config.get("legacy") else "first"

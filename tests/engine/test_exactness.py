@@ -189,7 +189,10 @@ def test_ids_are_those_of_one_request_at_a_time(
         right.append(run(llm, schedule, alone, monkeypatch))
 
     check()
-    assert sum(right) > 0 or len(right) < 10, "so many schedules, and no draft was ever right"
+    if (
+        request.node.callspec.params["model"] in KINDS and len(right) >= 5
+    ):  # other random models may not repeat themselves
+        assert sum(right) > 0, "so many schedules, and no draft was ever right"
 
 
 def test_the_requests_tell_schedules_apart(model: tuple[LLM, list[Any]]) -> None:

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from nibblelm import LLM, GenerationOutput, SamplingParams, convert, executor, o
 from nibblelm.engine import STEP_TOKENS
 from nibblelm.engine_core import Engine
 from nibblelm.errors import RequestError
+from nibblelm.sampler import Sampler
 from nibblelm.scheduler import Scheduler, Sequence
 from nibblelm.speculation import STEP_COST, Drafter, PromptLookup, Speculation
 
@@ -150,6 +152,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("the demo checkpoint is not beside these tests")
     target = tmp_path_factory.mktemp("speculation") / "demo"
     convert(DEMO, target, bits=4, group_size=-1, method="minmax")
+    defaults = target / "generation_config.json"  # its penalty, a default of all requests, would keep drafts off CUDA
+    defaults.write_text(json.dumps({**json.loads(defaults.read_text()), "repetition_penalty": 1.0}))
     return target
 
 
@@ -273,7 +277,10 @@ def test_an_end_anywhere_in_a_draft(
     llm = drafted_by(lambda _: Known(ids + whole.token_ids + [5] * 20))
     got = llm.generate(prompt, params)
     assert said(got) == said(whole)
-    assert got.timings.accepted_tokens >= (len(whole.token_ids) - 1) * 0.7
+    if plain.device.type == "cuda" and Sampler(params, plain.config.vocab_size).wide:
+        assert got.timings.drafted_tokens == 0
+    else:
+        assert got.timings.accepted_tokens >= (len(whole.token_ids) - 1) * 0.7
     for cut in (1, 2, 7, len(whole.token_ids) - 1):
         if 0 < cut < len(whole.token_ids):
             shorter = dataclasses.replace(params, max_tokens=cut)

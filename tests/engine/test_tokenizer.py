@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
 
 from nibblelm.errors import CheckpointError, TokenizerError
 from nibblelm.tokenizer import TextStream, Tokenizer, load_tokenizer
@@ -225,6 +227,13 @@ def test_where_templates_are_found(files: dict[str, str], expected: str | None, 
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
     assert tokenizer.chat_template == expected
+
+
+def test_a_class_for_bpe_beside_another_kind_of_model(tmp_path: Path) -> None:
+    Backend(WordLevel({"a": 0, "b": 1}, "a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(TokenizerError, match="has a WordLevel model; Qwen2Tokenizer, its class, is for BPE"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from oracle import CONFIGS, relative_error, save_random
 
 SAMPLE = {"falcon", "gpt2", "olmo2", "phi3"}
+NO_WORDS = {"qwen2"}  # its folders are read as those of a tokenizer of bytes, whatever they say
 REFUSED = {"chatglm_6b": "tokens see each other", "opt-after": "stand before its layers"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_gptq_is_nearer_than_minmax:
         every = metafunc.config.getoption("--every")
-        names = [name for name in CONFIGS if "-" not in name and name not in REFUSED]
+        names = [name for name in CONFIGS if "-" not in name and name not in REFUSED and name not in NO_WORDS]
         metafunc.parametrize("name", [name for name in names if every or name in SAMPLE])
 
 
