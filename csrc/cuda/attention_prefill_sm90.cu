@@ -71,9 +71,6 @@ struct Maps {
   CUtensorMap q, k, v;
 };
 
-// The first lane's value: products stay under way across a branch only where the compiler knows that all lanes take it.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kAllLanes, x, 0); }
-
 // ---- the warp that copies ----------------------------------------------------------------------------------------
 
 // Items taken beyond every block's first; zero between launches.

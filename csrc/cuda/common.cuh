@@ -18,6 +18,9 @@ namespace nibblelm::cuda {
 constexpr int kWarp{32};
 constexpr unsigned kAllLanes{0xffffffffu};
 
+// The value of lane 0, which the compiler then knows to be that of all.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kAllLanes, x, 0); }
+
 // What this code is compiled for: 80, 90, 120 ... (0 in the host's pass).
 #ifdef __CUDA_ARCH__
 constexpr int kArchitecture{__CUDA_ARCH__ / 10};
@@ -147,6 +150,8 @@ __device__ __forceinline__ void store_shared(uint32_t at, float v) {
 __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
+
+__device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void copy_async_8(uint32_t shared, const void* global) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(shared), "l"(global) : "memory");

@@ -8,127 +8,124 @@
 namespace nibblelm::cuda {
 
 template <int Rows, bool Keeps>
-using GroupsShape = LargeShape<WeightFormat::int4, true, 2, Rows, Keeps, centred_warps(Rows, Keeps)>;
+using GroupsShape = LargeShape<WeightFormat::int4, true, 2, Rows, Keeps, centred_warps(Rows, Keeps), kCentredRecord>;
 
 template <int Rows, bool Keeps, bool Wgmma>
-__global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kWarps* kWarp, 1)
+__global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
     linear_groups_kernel(const __grid_constant__ LargeArgs g) {
   constexpr WeightFormat F{WeightFormat::int4};
-  constexpr int D{2}, kTiles{Rows / 8}, kPasses{Rows >= 64 ? 2 : 1}, kSums{D / kPasses * kTiles};
+  constexpr int D{2}, kTiles{Rows / 8}, kPasses{Rows > 64 || (Rows == 64 && !Keeps) ? 2 : 1},
+      kSums{D / kPasses * kTiles};
   using Shape = GroupsShape<Rows, Keeps>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const LargePlan& p = g.p;
   const DecodeArgs& a = g.a;
   LargeRing<F, Shape> ring(g, shared);
-  const int lane = ring.lane, warp = ring.warp;
-  const RecordForm<F> form(a);
-  const bool apart = !Keeps || p.parts() > 1;  // the sums of every slice wait for another kernel
+  ring.share_out(g, [&] {
+    const int lane = ring.lane, warp = ring.warp;
+    const RecordForm<F> form(a);
+    const bool apart = !Keeps || p.parts() > 1;  // the sums of every slice wait for another kernel
 #pragma unroll 1
-  for (int i_work = 0;; ++i_work) {
-    const LargeWork w(p, ring.share, i_work);
-    if (!w.valid) break;
-    const int token = w.token_tile * Rows;
-    const auto first_stage = [&](int slice) { return slice_begin(slice, a.plan.slices_log, a.steps); };
-    const uint8_t* record =
-        a.records + (static_cast<int64_t>(w.strip(g)) * a.groups + first_stage(w.first_slice)) * a.record_bytes;
-    SimpleTerms<F> terms{};  // of the next group
-    terms.read(form, record, lane);
-    int stages = first_stage(w.last_slice) - first_stage(w.first_slice);
-    float sum[kTiles][4], total[Keeps ? kTiles : 1][4];  // of the slice's groups; of the slices before
-    if constexpr (Keeps) begin_totals(g, w, total, !apart, warp, lane);
+    for (int i_work = 0;; ++i_work) {
+      const LargeWork w(p, ring.share, i_work);
+      if (!w.valid) break;
+      const int token = w.token_tile * Rows;
+      const auto first_stage = [&](int slice) { return slice_begin(slice, a.plan.slices_log, a.steps); };
+      float sum[kTiles][4], total[Keeps ? kTiles : 1][4];  // of the slice's groups; of the slices before
+      if constexpr (Keeps) begin_totals(g, w, total, !apart, warp, lane);
 #pragma unroll 1
-    for (int slice = w.first_slice; slice < w.last_slice; ++slice) {
-      const SpreadRows<Rows> scales(g.scales + slice * p.padded_rows() + token, lane);
-      const int of_slice = first_stage(slice + 1) - first_stage(slice);
-      const auto multiply_group = [&]<bool First>() {
-        const uint32_t x = ring.tiles();
-        ring.wait();
-        const SimpleTerms<F> now = terms;
-        if (--stages > 0) record += a.record_bytes;
-        terms.read(form, record, lane);
-        uint32_t words[4][4];
-        uint32_t bias[2];
+      for (int slice = w.first_slice; slice < w.last_slice; ++slice) {
+        const SpreadRows<Rows> scales(g.scales + slice * p.padded_rows() + token, lane);
+        const int of_slice = first_stage(slice + 1) - first_stage(slice);
+        const auto multiply_group = [&]<bool First>() {
+          const uint32_t x = ring.tiles();
+          ring.wait();
+          const uint32_t record = ring.record(ring.slot, warp);
+          const uint32_t scales_of_rows = load_shared<uint32_t>(record + lane / 4 * 4);
+          int zeros = 0x88;
+          if (form.has_zero()) zeros = load_shared<ZeroPair<F>>(record + 2 * kStripRows + lane / 4);
+          uint32_t words[4][4];
+          uint32_t bias[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) bias[i] = 0x80808080u - zero_of<F>(now.zeros, i) * 0x01010101u;
+          for (int i = 0; i < 2; ++i) bias[i] = 0x80808080u - zero_of<F>(zeros, i) * 0x01010101u;
 #pragma unroll
-        for (int u = 0; u < 2; ++u) {
-          WeightPieces<F> pieces;
-          pieces.read(ring.codes(), u, lane);
-          const uint32_t raw[4]{pieces.piece[0].x, pieces.piece[0].y, pieces.piece[0].z, pieces.piece[0].w};
+          for (int u = 0; u < 2; ++u) {
+            WeightPieces<F> pieces;
+            pieces.read(ring.codes(), u, lane);
+            const uint32_t raw[4]{pieces.piece[0].x, pieces.piece[0].y, pieces.piece[0].z, pieces.piece[0].w};
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            words[2 * u][i] = ((raw[i] & 0x0f0f0f0fu) + bias[i % 2]) ^ 0x80808080u;
-            words[2 * u + 1][i] = (((raw[i] & 0xf0f0f0f0u) >> 4) + bias[i % 2]) ^ 0x80808080u;
-          }
-        }
-        int acc[kSums][4];
-        [[maybe_unused]] const uint64_t descriptor = Wgmma ? wgmma_descriptor(x) : 0;
-#pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) {
-          constexpr int kPassBytes{D / kPasses * Rows * 128};
-          if constexpr (Wgmma) wgmma_fence();
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if constexpr (Wgmma) {
-              wgmma<true>(acc, words[i], wgmma_advance(descriptor, i * 32 + pass * kPassBytes), pass + i > 0);
-            } else {
-              multiply_sync<F, true>(acc, words[i], x + pass * kPassBytes, i, pass + i > 0, lane);
+            for (int i = 0; i < 4; ++i) {
+              words[2 * u][i] = ((raw[i] & 0x0f0f0f0fu) + bias[i % 2]) ^ 0x80808080u;
+              words[2 * u + 1][i] = (((raw[i] & 0xf0f0f0f0u) >> 4) + bias[i % 2]) ^ 0x80808080u;
             }
           }
-          if constexpr (Wgmma) wgmma_commit();
-          if (pass == 0) ring.next(g);
-          if constexpr (Wgmma) wgmma_wait<0>();
-          if (pass + 1 < kPasses) {  // high digits, then on top of them low ones
+          int acc[kSums][4];
+          [[maybe_unused]] const uint64_t descriptor = Wgmma ? wgmma_descriptor(x) : 0;
 #pragma unroll
-            for (int t = 0; t < kSums; ++t) {
+          for (int pass = 0; pass < kPasses; ++pass) {
+            constexpr int kPassBytes{D / kPasses * Rows * 128};
+            if constexpr (Wgmma) wgmma_fence();
 #pragma unroll
-              for (int e = 0; e < 4; ++e) acc[t][e] *= 256;
+            for (int i = 0; i < 4; ++i) {
+              if constexpr (Wgmma) {
+                wgmma<true>(acc, words[i], wgmma_advance(descriptor, i * 32 + pass * kPassBytes), pass + i > 0);
+              } else {
+                multiply_sync<F, true>(acc, words[i], x + pass * kPassBytes, i, pass + i > 0, lane);
+              }
+            }
+            if constexpr (Wgmma) wgmma_commit();
+            if constexpr (Wgmma) wgmma_wait<0>();
+            if (pass + 1 < kPasses) {  // high digits, then on top of them low ones
+#pragma unroll
+              for (int t = 0; t < kSums; ++t) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) acc[t][e] *= 256;
+              }
             }
           }
-        }
-        ring.template release<Wgmma>();
-        float scale[2];
-        unpack_pair(now.scales, form.brain(), scale[0], scale[1]);
+          ring.next();
+          ring.release();
+          float scale[2];
+          unpack_pair(scales_of_rows, form.brain(), scale[0], scale[1]);
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
+          for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int raw = kPasses == 2 ? acc[t][e] : acc[t][e] * 256 + acc[kSums - kTiles + t][e];
-            sum[t][e] = fmaf(scale[e / 2], static_cast<float>(raw), First ? 0.0f : sum[t][e]);
+            for (int e = 0; e < 4; ++e) {
+              const int raw = kPasses == 2 ? acc[t][e] : acc[t][e] * 256 + acc[kSums - kTiles + t][e];
+              sum[t][e] = fmaf(scale[e / 2], static_cast<float>(raw), First ? 0.0f : sum[t][e]);
+            }
           }
-        }
-        ring.refill(g);
-      };
-      multiply_group.template operator()<true>();
+        };
+        multiply_group.template operator()<true>();
 #pragma unroll 1
-      for (int i = 1; i < of_slice; ++i) multiply_group.template operator()<false>();
-      if (Keeps && !apart) {
+        for (int i = 1; i < of_slice; ++i) multiply_group.template operator()<false>();
+        if (Keeps && !apart) {
 #pragma unroll
-        for (int t = 0; t < (Keeps ? kTiles : 0); ++t) {
-          const float2 x = scales.of_tile(t, lane);
-          total[t][0] = fmaf(sum[t][0], x.x, total[t][0]), total[t][1] = fmaf(sum[t][1], x.y, total[t][1]);
-          total[t][2] = fmaf(sum[t][2], x.x, total[t][2]), total[t][3] = fmaf(sum[t][3], x.y, total[t][3]);
-        }
-      } else if (w.first_strip + warp < a.strips) {
-        float4* const to = partial_at(g, w.tile * p.slices() + slice, 0, warp, lane);
+          for (int t = 0; t < (Keeps ? kTiles : 0); ++t) {
+            const float2 x = scales.of_tile(t, lane);
+            total[t][0] = fmaf(sum[t][0], x.x, total[t][0]), total[t][1] = fmaf(sum[t][1], x.y, total[t][1]);
+            total[t][2] = fmaf(sum[t][2], x.x, total[t][2]), total[t][3] = fmaf(sum[t][3], x.y, total[t][3]);
+          }
+        } else if (w.first_strip + warp < a.strips) {
+          float4* const to = partial_at(g, w.tile * p.slices() + slice, 0, warp, lane);
 #pragma unroll
-        for (int t = 0; t < kTiles; ++t) {
-          to[t * p.strips * kWarp] = make_float4(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
+          for (int t = 0; t < kTiles; ++t) {
+            to[t * p.strips * kWarp] = make_float4(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
+          }
         }
       }
+      if constexpr (Keeps) {
+        if (!apart) end_totals<F, true, Rows>(g, w, total, warp, lane);
+      }
     }
-    if constexpr (Keeps) {
-      if (!apart) end_totals<F, true, Rows>(g, w, total, warp, lane);
-    }
-  }
+  });
 }
 
 template <int Rows>
 void launch_groups(const LargeArgs& g, const Launch& launch, const std::string& what) {
   const auto launch_form = [&]<bool Keeps>() {
     const auto kernel = g.p.wgmma ? linear_groups_kernel<Rows, Keeps, true> : linear_groups_kernel<Rows, Keeps, false>;
-    launch_kernel(
-        launch, [&] { return what; }, kernel, dim3(g.p.blocks), dim3(g.p.strips * kWarp), g.p.shared_bytes, g);
+    launch_kernel(launch, [&] { return what; }, kernel, dim3(g.p.blocks), dim3(g.p.threads), g.p.shared_bytes, g);
   };
   if constexpr (centred_warps(Rows, true) != centred_warps(Rows, false)) {
     if (g.p.parts() > 1) return launch_form.template operator()<false>();

@@ -2,9 +2,8 @@
 // in registers, sums exact within a slice of K (or a group) and added as the decode kernel adds them.
 //
 // W is the operand that comes from registers, x the one in shared memory, so that 17 rows of x are padded to 32 and not
-// to 64. Every warp has a strip of 16 rows of W, whose stages it copies to a ring of its own; the tile of x they share
-// comes in stages of 128 bytes a column (128 digits, or 64 halves). One or two stages are a chunk, of which the warp
-// that is the last to leave it asks for the next.
+// to 64. Every warp has a strip of 16 rows of W; the tile of x they share comes in stages of 128 bytes a column (128
+// digits, or 64 halves). One or two stages are a chunk, in a ring that warps of their own fill.
 //
 // Many tiles: the blocks share out their slices evenly, and a tile between two blocks is begun by the first and
 // finished by the second, in the same order of sums. Few tiles: several blocks take slices of one, whose sums a second
@@ -102,15 +101,22 @@ __device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
 }
 
 // Of what the kernel is compiled for. Keeps: totals of slices; where there are two forms one does, one does not.
-// Warps: where they are not the usual ones.
+// Warps: where they are not the usual ones. RecordBytes: of a group's record, at most, where records come through the
+// ring.
 template <WeightFormat F, bool Grouped, int D, int Rows, bool Keeps,
-          int Warps = large_warps(F, D, Grouped, Rows, Keeps)>
+          int Warps = large_warps(F, D, Grouped, Rows, Keeps), int RecordBytes = 0>
 struct LargeShape {
   static constexpr int kWarps{Warps};
   static constexpr bool kTwoForms{kWarps != large_warps(F, D, Grouped, Rows, !Keeps)};
   static constexpr LargeLayout kLayout{
-      large_layout(F, D, Grouped, Rows, kWarps, kArchitecture == 0 ? 90 : kArchitecture)};
+      large_layout(F, D, Grouped, Rows, kWarps, kArchitecture == 0 ? 90 : kArchitecture, RecordBytes)};
+  static constexpr int kRecordBytes{RecordBytes};
   static constexpr int kRing{kLayout.ring < 2 ? 2 : kLayout.ring};  // where less fits the launcher takes another one
+  static constexpr int kThreads{(kWarps + large_copy_warps(kArchitecture)) * kWarp};
+  static constexpr int kCopyRegisters{!Format<F>::kInteger ? 40 : kWarps == 8 ? 24 : 32};
+  // Of a thread of those with strips, when the copying ones have given away theirs: as many as were launched with.
+  static constexpr int kLaunched{65536 / kThreads / 8 * 8 * kThreads};
+  static constexpr int kRegisters{(kLaunched - 4 * kWarp * kCopyRegisters) / (kWarps * kWarp) / 8 * 8};
   static constexpr int kStripBytes{large_strip_bytes(F)};
   static constexpr int kChunk{large_chunk(F, D, Grouped, Rows)};
   static constexpr int kStepStages{kStepK * Format<F>::kPlaneBytes / 128};
@@ -162,131 +168,66 @@ struct LargeWork {
   }
 };
 
-// The chunk a ring ahead of what a block computes. All warps have the same.
+// Chunks in the order in which a block computes them.
 template <WeightFormat F, class Shape>
-struct LargeAhead {
+struct LargeChunks {
   int index;              // of the block's work
   int slice, last_slice;  // of it
   int left;               // stages of the slice; 0 behind the last one of all
   int tile;               // number of the chunk's first tile of x
-  const uint8_t* from;    // this lane's weights of integer formats
-  int strip, column;      // of full ones
+  int first_strip, stage;
 
-  __device__ __forceinline__ void set(const LargeArgs& g, uint32_t share, int work, int lane) {
+  __device__ __forceinline__ LargeChunks(const LargeArgs& g, uint32_t share) { set(g, share, 0); }
+  __device__ __forceinline__ void set(const LargeArgs& g, uint32_t share, int work) {
     index = work, left = 0;
     const LargeWork w(g.p, share, index);
     if (!w.valid) return;
-    slice = w.first_slice, last_slice = w.last_slice;
-    const int first = stages_before(g.a, slice);
-    left = stages_before(g.a, slice + 1) - first;
-    tile = w.token_tile * g.p.stages + first;
-    strip = w.strip(g), column = first * 128 + lane % 8 * 16;
-    from = g.a.data + (static_cast<int64_t>(strip) * g.a.steps + first) * Shape::kStripBytes + lane * 16;
+    slice = w.first_slice, last_slice = w.last_slice, first_strip = w.first_strip;
+    stage = stages_before(g.a, slice);
+    left = stages_before(g.a, slice + 1) - stage;
+    tile = w.token_tile * g.p.stages + stage;
   }
   static __device__ __forceinline__ int stages_before(const DecodeArgs& a, int slice) {
     return slice_begin(slice, a.plan.slices_log, a.steps) * Shape::kStepStages;
   }
   __device__ __forceinline__ int stages() const { return min(left, Shape::kChunk); }
-  __device__ __forceinline__ void next(const LargeArgs& g, uint32_t share, int lane) {
-    if (left == 0) return;
+  __device__ __forceinline__ void next(const LargeArgs& g, uint32_t share) {
     const int stages = this->stages();
-    tile += stages, column += stages * 128;
+    tile += stages, stage += stages;
     if ((left -= stages) > 0) return;
     if (++slice < last_slice) {
       left = stages_before(g.a, slice + 1) - stages_before(g.a, slice);
     } else {
-      set(g, share, index + 1, lane);
+      set(g, share, index + 1);
     }
-  }
-
-  // Asks for the strip's weights (to: a shared address); a group of copies, if an empty one.
-  __device__ __forceinline__ void copy_weights(const LargeArgs& g, uint32_t to, int lane) {
-#pragma unroll
-    for (int stage = 0; stage < Shape::kChunk; ++stage, to += Shape::kStripBytes) {
-      if (stage >= left) continue;
-      const DecodeArgs& a = g.a;
-      if constexpr (Format<F>::kInteger) {
-#pragma unroll
-        for (int i = 0; i < Shape::kStripBytes / 512; ++i) copy_async_16(to + lane * 16 + i * 512, from + i * 512);
-        from += Shape::kStripBytes;
-      } else {  // 8 lanes to the 128 bytes of a row, odd rows with their halves swapped; rows beyond N repeat the last
-        const int here = column + stage * 128;
-        const bool there = here < a.pitch_bytes;
-        const uint32_t at = to + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
-#pragma unroll
-        for (int i = 0; i < kStripRows / 4; ++i) {
-          const int64_t row = min(strip * kStripRows + 4 * i + lane / 8, a.n - 1);
-          copy_async_16_or_zeros(at + i * 512, a.data + row * a.pitch_bytes + (there ? here : 0), there);
-        }
-      }
-    }
-    copy_async_commit();
   }
 };
 
-// Asks for `count` tiles of x, by lane 0, or where there are no bulk copies by all lanes; arrives at `barrier`.
-template <class Shape>
-__device__ __forceinline__ void copy_tiles(const LargeArgs& g, int tile, int count, uint32_t to, uint32_t barrier,
-                                           int lane) {
-  constexpr int kStep{Shape::kLayout.tile_bytes};
-  const uint8_t* const from = g.tiles + static_cast<int64_t>(tile) * g.p.tile_bytes;
-  if constexpr (kArchitecture >= 90) {
-    if (lane == 0) {
-      barrier_arrive_expect(barrier, count * g.p.tile_bytes);
-#pragma unroll
-      for (int i = 0; i < Shape::kChunk; ++i) {
-        if (i < count) copy_bulk(to + i * kStep, from + i * g.p.tile_bytes, g.p.tile_bytes, barrier);
-      }
-    }
-  } else {
-    for (int i = 0; i < count; ++i) {
-#pragma unroll 4
-      for (int at = lane * 16; at < g.p.tile_bytes; at += kWarp * 16) {
-        copy_async_16(to + i * kStep + at, from + i * g.p.tile_bytes + at);
-      }
-    }
-    barrier_arrive_copies(barrier);
-  }
-}
-constexpr int kTileArrivals{kArchitecture >= 90 ? 1 : kWarp};
-
-// Counts a warp that has left a stage, by lane 0: the number of those before it. The last one starts anew. Nobody reads
-// the stage any more whose results are in registers: no fence is needed, which would wait for all copies under way.
-template <int Warps>
-__device__ __forceinline__ uint32_t leave(uint32_t counter, int lane) {
-  uint32_t before{0};
-  if (lane == 0) {
-    asm volatile("atom.relaxed.cta.shared.inc.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "r"(counter), "n"(Warps - 1)
-                 : "memory");
-  }
-  return before;
-}
-
-// The ring of a block's chunks: what is asked for, waited for and left. All warps have the same but for their weights.
+// The ring of a block's chunks: the tiles of x that its warps share, and the weights of each. Warps behind those with
+// strips ask for them as soon as all have left what was there: what is to be asked for next was up to 70 % of the
+// instructions of a stage. Weights do not come by bulk copies, which take 60 ns each, one a strip.
 template <WeightFormat F, class Shape>
 struct LargeRing {
+  static constexpr bool kBulkTiles{kArchitecture >= 90};
+  static constexpr int kCopyWarps{large_copy_warps(kArchitecture)}, kArrivals{kBulkTiles + kCopyWarps * kWarp};
   static constexpr int kChunkTiles{Shape::kChunk * Shape::kLayout.tile_bytes},
       kChunkWeights{Shape::kChunk * Shape::kStripBytes};
   int lane, warp;
-  uint32_t base, full, share, left, weights;  // shared addresses
-  LargeAhead<F, Shape> ahead;
+  uint32_t base, full, empty, share, weights;  // shared addresses
   int slot{0}, parity{0};
-  int held{-1}, due{0}, due_count{0};  // the slot whose products may be under way, and the tiles that come there
-  uint32_t before{0};                  // warps that had left it
+  int held{-1};  // the slot whose products may be under way
 
   __device__ __forceinline__ LargeRing(const LargeArgs& g, uint8_t* shared)
       : lane(keep(static_cast<int>(threadIdx.x % kWarp))),
-        warp(threadIdx.x / kWarp),
+        warp(uniform(threadIdx.x / kWarp)),
         base(shared_address(shared)),
         full(base + Shape::kLayout.barriers_at),
-        share(full + Shape::kRing * 8),
-        left(share + 8),
+        empty(full + Shape::kRing * 8),
+        share(empty + Shape::kRing * 8),
         weights(keep(base + Shape::kLayout.weights_at + warp * Shape::kRing * kChunkWeights)) {
     if (threadIdx.x < Shape::kRing) {
-      barrier_init(full + threadIdx.x * 8, kTileArrivals);
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(left + threadIdx.x * 4), "r"(0) : "memory");
+      barrier_init(full + threadIdx.x * 8, kArrivals);
+      barrier_init(empty + threadIdx.x * 8, Shape::kWarps);
       barrier_init_fence();
     }
     if (threadIdx.x == 0) {
@@ -294,51 +235,128 @@ struct LargeRing {
       asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(share), "r"(own.begin), "r"(own.end) : "memory");
     }
     __syncthreads();
-    ahead.set(g, share, 0, lane);
-    LargeAhead<F, Shape> first_tiles = ahead;
+  }
+
+  // Runs `multiply` in the warps with strips, and what fills the ring in the one behind them, whose warpgroup leaves
+  // them its registers.
+  template <class Multiply>
+  __device__ __forceinline__ void share_out(const LargeArgs& g, const Multiply& multiply) {
+    if (warp < Shape::kWarps) {
+      if constexpr (kHasWgmma) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::kRegisters));
+      dependency_wait();
+      dependency_release();
+      multiply();
+    } else {
+      if constexpr (kHasWgmma) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kCopyRegisters));
+      produce(g, warp - Shape::kWarps);
+    }
+  }
+  __device__ __forceinline__ void produce(const LargeArgs& g, int copier) {
+    LargeChunks<F, Shape> ahead(g, share), first_tiles = ahead;
 #pragma unroll 1
-    for (int i = 0; i < Shape::kRing; ++i) {  // weights: the step does not change them
-      ahead.copy_weights(g, weights + i * kChunkWeights, lane);
-      ahead.next(g, share, lane);
+    for (int i = 0; i < Shape::kRing && ahead.left > 0; ++i) {  // weights: the step does not change them
+      copy_weights(g, ahead, i, copier);
+      ahead.next(g, share);
     }
     dependency_wait();
     dependency_release();
-    if (warp == 0) {
 #pragma unroll 1
-      for (int i = 0; i < Shape::kRing && first_tiles.left > 0; ++i) {
-        copy_tiles<Shape>(g, first_tiles.tile, first_tiles.stages(), base + i * kChunkTiles, full + i * 8, lane);
-        first_tiles.next(g, share, lane);
+    for (int i = 0; i < Shape::kRing && first_tiles.left > 0; ++i) {
+      copy_tiles(g, first_tiles, i, copier);
+      first_tiles.next(g, share);
+    }
+#pragma unroll 1
+    for (; ahead.left > 0; ahead.next(g, share)) {
+      barrier_wait(empty + slot * 8, parity);
+      copy_tiles(g, ahead, slot, copier);
+      copy_weights(g, ahead, slot, copier);
+      advance();
+    }
+    copy_async_wait_all();
+  }
+  __device__ __forceinline__ void copy_weights(const LargeArgs& g, const LargeChunks<F, Shape>& c, int to,
+                                               int copier) const {
+    const DecodeArgs& a = g.a;
+    const uint32_t own = base + Shape::kLayout.weights_at + to * kChunkWeights;
+#pragma unroll
+    for (int i = 0; i < Shape::kWarps; i += kCopyWarps) {
+      const int strip = min(c.first_strip + i + copier, a.strips - 1);
+      const uint32_t at = own + (i + copier) * Shape::kRing * kChunkWeights;
+      if constexpr (Format<F>::kInteger) {
+        const uint8_t* const from =
+            a.data + (static_cast<int64_t>(strip) * a.steps + c.stage) * Shape::kStripBytes + lane * 16;
+#pragma unroll
+        for (int stage = 0; stage < Shape::kChunk; ++stage) {
+          if (stage >= c.stages()) continue;
+#pragma unroll
+          for (int j = stage * Shape::kStripBytes; j < (stage + 1) * Shape::kStripBytes; j += kWarp * 16) {
+            copy_async_16(at + lane * 16 + j, from + j);
+          }
+        }
+      } else {  // 8 lanes to the 128 bytes of a row, odd rows with their halves swapped; rows beyond N repeat the last
+        const uint32_t of_lane = at + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
+        for (int stage = 0; stage < c.stages(); ++stage) {
+          const int column = (c.stage + stage) * 128 + lane % 8 * 16;
+          const bool there = column < a.pitch_bytes;
+#pragma unroll
+          for (int j = 0; j < kStripRows / 4; ++j) {
+            const int64_t row = min(strip * kStripRows + 4 * j + lane / 8, a.n - 1);
+            copy_async_16_or_zeros(of_lane + stage * Shape::kStripBytes + j * 512,
+                                   a.data + row * a.pitch_bytes + (there ? column : 0), there);
+          }
+        }
+      }
+      if constexpr (Shape::kRecordBytes > 0) {
+        const uint8_t* const from =
+            a.records + (static_cast<int64_t>(strip) * a.groups + c.stage) * a.record_bytes + lane * 8;
+        if (lane * 8 < a.record_bytes) copy_async_8(record(to, i + copier) + lane * 8, from);
       }
     }
+    if constexpr (kBulkTiles) barrier_arrive_copies(full + to * 8);  // else behind the tiles
   }
+  __device__ __forceinline__ void copy_tiles(const LargeArgs& g, const LargeChunks<F, Shape>& c, int to,
+                                             int copier) const {
+    const uint8_t* const from = g.tiles + static_cast<int64_t>(c.tile) * g.p.tile_bytes;
+    const uint32_t own = base + to * kChunkTiles;
+    if constexpr (kBulkTiles) {
+      if (copier > 0 || lane > 0) return;
+      barrier_arrive_expect(full + to * 8, c.stages() * g.p.tile_bytes);
+#pragma unroll
+      for (int i = 0; i < Shape::kChunk; ++i) {
+        if (i >= c.stages()) continue;
+        copy_bulk(own + i * Shape::kLayout.tile_bytes, from + i * g.p.tile_bytes, g.p.tile_bytes, full + to * 8);
+      }
+    } else {
+      for (int i = 0; i < c.stages(); ++i) {
+#pragma unroll 4
+        for (int j = (copier * kWarp + lane) * 16; j < g.p.tile_bytes; j += kCopyWarps * kWarp * 16) {
+          copy_async_16(own + i * Shape::kLayout.tile_bytes + j, from + i * g.p.tile_bytes + j);
+        }
+      }
+      barrier_arrive_copies(full + to * 8);
+    }
+  }
+  __device__ __forceinline__ void advance() {
+    if (++slot == Shape::kRing) slot = 0, parity ^= 1;
+  }
+
+  // What the others do with each chunk: wait, read, advance, and when products by it are done, release.
   __device__ __forceinline__ uint32_t tiles() const { return base + slot * kChunkTiles; }
+  __device__ __forceinline__ uint32_t record(int slot, int warp) const {
+    return base + Shape::kLayout.records_at + (slot * Shape::kWarps + warp) * Shape::kRecordBytes;
+  }
   __device__ __forceinline__ uint32_t codes() const { return weights + slot * kChunkWeights; }
-  __device__ __forceinline__ void wait() {
-    copy_async_wait<Shape::kRing - 1>();
-    if constexpr (!Format<F>::kInteger) __syncwarp();  // other lanes copied part of what this one reads
-    barrier_wait(full + slot * 8, parity);
+  __device__ __forceinline__ void wait() const { barrier_wait(full + slot * 8, parity); }
+  __device__ __forceinline__ void next() {
+    held = slot;
+    advance();
   }
   // The products of the chunk before have been waited for.
-  template <bool Wgmma>
   __device__ __forceinline__ void release() {
-    if constexpr (!Wgmma) __syncwarp();
-    if (held >= 0) before = leave<Shape::kWarps>(left + held * 4, lane);
-  }
-  __device__ __forceinline__ void refill(const LargeArgs& g) {
     if (held < 0) return;
-    if constexpr (kArchitecture < 90) before = __shfl_sync(kAllLanes, before, 0);
-    if (before == Shape::kWarps - 1 && due_count > 0) {
-      copy_tiles<Shape>(g, due, due_count, base + held * kChunkTiles, full + held * 8, lane);
-    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty + held * 8);
     held = -1;
-  }
-  // The slot's weights are in registers; products by its tiles may be under way.
-  __device__ __forceinline__ void next(const LargeArgs& g) {
-    if constexpr (!Format<F>::kInteger) __syncwarp();  // all have read the slot
-    held = slot, due = ahead.tile, due_count = ahead.stages();
-    ahead.copy_weights(g, codes(), lane);
-    ahead.next(g, share, lane);
-    if (++slot == Shape::kRing) slot = 0, parity ^= 1;
   }
 };
 
@@ -658,7 +676,7 @@ struct SimpleTerms {
 };
 
 template <WeightFormat F, Groups G, int D, int Rows, bool Keeps, bool Wgmma>
-__global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keeps>::kWarps* kWarp, 1)
+__global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keeps>::kThreads, 1)
     linear_large_kernel(const __grid_constant__ LargeArgs g) {
   constexpr bool kGrouped{G != Groups::none};
   using Fmt = Format<F>;
@@ -668,146 +686,144 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
   const LargePlan& p = g.p;
   const DecodeArgs& a = g.a;
   LargeRing<F, Shape> ring(g, shared);
-  const int lane = ring.lane, warp = ring.warp;
-
-  const RecordForm<F> form(a);
-  const int group_shift = kGrouped ? a.group_shift : 0;
-  // Whether the sums of every slice wait for another kernel.
-  const bool apart = !Keeps || (!Shape::kTwoForms && p.parts() > 1);
-  // The warpgroups begin one after another, so that the sums of one meet the products of others.
-  if (kGrouped && warp >= 4) __nanosleep(warp / 4 * 600);
+  ring.share_out(g, [&] {
+    const int lane = ring.lane, warp = ring.warp;
+    const RecordForm<F> form(a);
+    const int group_shift = kGrouped ? a.group_shift : 0;
+    // Whether the sums of every slice wait for another kernel.
+    const bool apart = !Keeps || (!Shape::kTwoForms && p.parts() > 1);
+    // The warpgroups begin one after another, so that the sums of one meet the products of others.
+    if (kGrouped && warp >= 4) __nanosleep(warp / 4 * 600);
 #pragma unroll 1
-  for (int i_work = 0;; ++i_work) {
-    const LargeWork w(p, ring.share, i_work);
-    if (!w.valid) break;
-    const int token = w.token_tile * Rows, strip = w.first_strip + warp;
-    int begin = slice_begin(w.first_slice, a.plan.slices_log, a.steps);
-    Tile tile;
-    if constexpr (Keeps) begin_totals(g, w, tile.total, !apart, warp, lane);
+    for (int i_work = 0;; ++i_work) {
+      const LargeWork w(p, ring.share, i_work);
+      if (!w.valid) break;
+      const int token = w.token_tile * Rows, strip = w.first_strip + warp;
+      int begin = slice_begin(w.first_slice, a.plan.slices_log, a.steps);
+      Tile tile;
+      if constexpr (Keeps) begin_totals(g, w, tile.total, !apart, warp, lane);
 #pragma unroll 1
-    for (int slice = w.first_slice; slice < w.last_slice; ++slice) {
-      const int end = slice_begin(slice + 1, a.plan.slices_log, a.steps), steps = end - begin,
-                stages = steps * Shape::kStepStages;
-      const SpreadRows<Rows> scales(g.scales + slice * p.padded_rows() + token, lane);
-      SimpleTerms<F> terms{};           // of the next group
-      const uint8_t* record = nullptr;  // and what comes behind it
-      if constexpr (kGrouped) {
-        const int group = begin * kStepK >> group_shift;
-        record = a.records + (static_cast<int64_t>(w.strip(g)) * a.groups + group) * a.record_bytes;
-        if constexpr (G == Groups::simple) terms.read(form, record, lane);
-      }
-      bool add_to{false};  // to the sums of the slice, or of the group
-      tile.begin_slice();
-      int stage{0};
-      const auto multiply_stage = [&]<bool First>(uint32_t x, uint32_t codes) {
-        [[maybe_unused]] const SimpleTerms<F> own = terms;
-        if constexpr (G == Groups::simple) {
-          if (stage + 1 < stages) record += a.record_bytes;
-          terms.read(form, record, lane);
+      for (int slice = w.first_slice; slice < w.last_slice; ++slice) {
+        const int end = slice_begin(slice + 1, a.plan.slices_log, a.steps), steps = end - begin,
+                  stages = steps * Shape::kStepStages;
+        const SpreadRows<Rows> scales(g.scales + slice * p.padded_rows() + token, lane);
+        SimpleTerms<F> terms{};           // of the next group
+        const uint8_t* record = nullptr;  // and what comes behind it
+        if constexpr (kGrouped) {
+          const int group = begin * kStepK >> group_shift;
+          record = a.records + (static_cast<int64_t>(w.strip(g)) * a.groups + group) * a.record_bytes;
+          if constexpr (G == Groups::simple) terms.read(form, record, lane);
         }
-        [[maybe_unused]] const uint64_t descriptor = Wgmma ? wgmma_descriptor(x) : 0;
-        uint32_t words[2][2][4];
-        {
-          // Nibbles are read before the wait, into registers of their own; what is not unpacked is read where products
-          // under way have their operands.
-          WeightPieces<F> pieces[2];
-          if constexpr (Wgmma && F != WeightFormat::int4) wgmma_wait<0>();
-          pieces[0].read(codes, 0, lane), pieces[1].read(codes, 1, lane);
-          if constexpr (Wgmma && F == WeightFormat::int4) wgmma_wait<0>();
-          if constexpr (First) ring.template release<Wgmma>();  // the chunk before
-          pieces[0].unpack(words[0]), pieces[1].unpack(words[1]);
-        }
-        if constexpr (Wgmma) wgmma_fence();
-        // By product i, 32 bytes of every column, of the planes of a pass.
-        const auto multiply = [&](int i, int pass) {
-          constexpr int kPassBytes{D / Tile::kPasses * Rows * 128};
-          if constexpr (!Wgmma) {
-            multiply_sync<F>(tile.acc, words[i / 2][i % 2], x + pass * kPassBytes, i, add_to, lane);
-          } else if constexpr (Fmt::kInteger) {
-            wgmma(tile.acc, words[i / 2][i % 2], descriptor + i * 2 + pass * (kPassBytes / 16), add_to);
-          } else {
-            wgmma<F == WeightFormat::f16>(tile.acc, words[i / 2][i % 2], descriptor + i * 2, add_to);
-          }
-          add_to = true;
-        };
-        if constexpr (!kGrouped) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) multiply(i, 0);
-          if constexpr (Wgmma) wgmma_commit();
-          if constexpr (First) ring.refill(g);
-        } else {
-          uint32_t digits = x + D * Rows * 128 + lane % 4 * 8;  // sums of the next group's
-          const auto groups_of = [&]<int Products>() {
-#pragma unroll
-            for (int first = 0; first < 4; first += Products) {
-              add_to = false;
-#pragma unroll
-              for (int pass = 0; pass < Tile::kPasses; ++pass) {
-                if (Wgmma && pass + first > 0) wgmma_fence();
-#pragma unroll
-                for (int i = first; i < first + Products; ++i) multiply(i, pass);
-                if constexpr (Wgmma) wgmma_commit();
-                if constexpr (Wgmma) wgmma_wait<0>();
-                if (pass + 1 < Tile::kPasses) tile.shift_digits();
-              }
-              RowTerms rows[2]{};
-              if constexpr (G == Groups::simple) {
-                own.rows(form, rows);
-              } else {
-                read_record<F>(form, lane / 4, rows,
-                               [&]<class T>(int at) { return __ldg(reinterpret_cast<const T*>(record + at)); });
-                record += a.record_bytes;
-              }
-              G == Groups::any&& form.has_minimum() ? tile.template end_group<true>(rows, digits)
-                                                    : tile.template end_group<false>(rows, digits);
-              digits += kGroupWords<D> * Rows * 4;
-            }
-          };
+        bool add_to{false};  // to the sums of the slice, or of the group
+        tile.begin_slice();
+        int stage{0};
+        const auto multiply_stage = [&]<bool First>(uint32_t x, uint32_t codes) {
+          [[maybe_unused]] const SimpleTerms<F> own = terms;
           if constexpr (G == Groups::simple) {
-            groups_of.template operator()<4>();
-          } else {
-            group_shift == 5   ? groups_of.template operator()<1>()
-            : group_shift == 6 ? groups_of.template operator()<2>()
-                               : groups_of.template operator()<4>();
+            if (stage + 1 < stages) record += a.record_bytes;
+            terms.read(form, record, lane);
           }
-        }
-        if constexpr (kGrouped && First) ring.refill(g);
-        ++stage;
-      };
-#pragma unroll 1
-      while (stage < stages) {
-        const uint32_t x = ring.tiles(), codes = ring.codes();
-        ring.wait();
-        multiply_stage.template operator()<true>(x, codes);
-        if constexpr (Shape::kChunk == 2) {
-          if (stage < stages) {
-            multiply_stage.template operator()<false>(x + Shape::kLayout.tile_bytes, codes + Shape::kStripBytes);
+          [[maybe_unused]] const uint64_t descriptor = Wgmma ? wgmma_descriptor(x) : 0;
+          uint32_t words[2][2][4];
+          {
+            // Nibbles are read before the wait, into registers of their own; what is not unpacked is read where
+            // products under way have their operands.
+            WeightPieces<F> pieces[2];
+            if constexpr (Wgmma && F != WeightFormat::int4) wgmma_wait<0>();
+            pieces[0].read(codes, 0, lane), pieces[1].read(codes, 1, lane);
+            if constexpr (Wgmma && F == WeightFormat::int4) wgmma_wait<0>();
+            if constexpr (First) ring.release();  // the chunk before
+            pieces[0].unpack(words[0]), pieces[1].unpack(words[1]);
           }
-        }
-        ring.next(g);
-      }
-      begin = end;
-      if constexpr (Wgmma) wgmma_wait<0>();
-      ring.template release<Wgmma>();
-      ring.refill(g);
-      // Two digits of int4 codes fit int32 together in up to 4,096 columns.
-      constexpr bool kMayBeWhole{F == WeightFormat::int4 && !kGrouped && D == 2};
-      const bool whole = kMayBeWhole && steps * kStepK <= 4096;
-      if (apart) {
-        if (strip >= a.strips) continue;
+          if constexpr (Wgmma) wgmma_fence();
+          // By product i, 32 bytes of every column, of the planes of a pass.
+          const auto multiply = [&](int i, int pass) {
+            constexpr int kPassBytes{D / Tile::kPasses * Rows * 128};
+            if constexpr (!Wgmma) {
+              multiply_sync<F>(tile.acc, words[i / 2][i % 2], x + pass * kPassBytes, i, add_to, lane);
+            } else if constexpr (Fmt::kInteger) {
+              wgmma(tile.acc, words[i / 2][i % 2], descriptor + i * 2 + pass * (kPassBytes / 16), add_to);
+            } else {
+              wgmma<F == WeightFormat::f16>(tile.acc, words[i / 2][i % 2], descriptor + i * 2, add_to);
+            }
+            add_to = true;
+          };
+          if constexpr (!kGrouped) {
 #pragma unroll
-        for (int t = 0; t < Tile::kTiles; ++t) {
-          *partial_at(g, w.tile * p.slices() + slice, t, warp, lane) =
-              whole ? tile.template slice_sums<kMayBeWhole>(t) : tile.template slice_sums<false>(t);
+            for (int i = 0; i < 4; ++i) multiply(i, 0);
+            if constexpr (Wgmma) wgmma_commit();
+          } else {
+            uint32_t digits = x + D * Rows * 128 + lane % 4 * 8;  // sums of the next group's
+            const auto groups_of = [&]<int Products>() {
+#pragma unroll
+              for (int first = 0; first < 4; first += Products) {
+                add_to = false;
+#pragma unroll
+                for (int pass = 0; pass < Tile::kPasses; ++pass) {
+                  if (Wgmma && pass + first > 0) wgmma_fence();
+#pragma unroll
+                  for (int i = first; i < first + Products; ++i) multiply(i, pass);
+                  if constexpr (Wgmma) wgmma_commit();
+                  if constexpr (Wgmma) wgmma_wait<0>();
+                  if (pass + 1 < Tile::kPasses) tile.shift_digits();
+                }
+                RowTerms rows[2]{};
+                if constexpr (G == Groups::simple) {
+                  own.rows(form, rows);
+                } else {
+                  read_record<F>(form, lane / 4, rows,
+                                 [&]<class T>(int at) { return __ldg(reinterpret_cast<const T*>(record + at)); });
+                  record += a.record_bytes;
+                }
+                G == Groups::any&& form.has_minimum() ? tile.template end_group<true>(rows, digits)
+                                                      : tile.template end_group<false>(rows, digits);
+                digits += kGroupWords<D> * Rows * 4;
+              }
+            };
+            if constexpr (G == Groups::simple) {
+              groups_of.template operator()<4>();
+            } else {
+              group_shift == 5   ? groups_of.template operator()<1>()
+              : group_shift == 6 ? groups_of.template operator()<2>()
+                                 : groups_of.template operator()<4>();
+            }
+          }
+          ++stage;
+        };
+#pragma unroll 1
+        while (stage < stages) {
+          const uint32_t x = ring.tiles(), codes = ring.codes();
+          ring.wait();
+          multiply_stage.template operator()<true>(x, codes);
+          if constexpr (Shape::kChunk == 2) {
+            if (stage < stages) {
+              multiply_stage.template operator()<false>(x + Shape::kLayout.tile_bytes, codes + Shape::kStripBytes);
+            }
+          }
+          ring.next();
         }
-      } else if constexpr (Keeps) {
-        whole ? tile.template add_slice<kMayBeWhole>(scales, lane) : tile.template add_slice<false>(scales, lane);
+        begin = end;
+        if constexpr (Wgmma) wgmma_wait<0>();
+        ring.release();
+        // Two digits of int4 codes fit int32 together in up to 4,096 columns.
+        constexpr bool kMayBeWhole{F == WeightFormat::int4 && !kGrouped && D == 2};
+        const bool whole = kMayBeWhole && steps * kStepK <= 4096;
+        if (apart) {
+          if (strip >= a.strips) continue;
+#pragma unroll
+          for (int t = 0; t < Tile::kTiles; ++t) {
+            *partial_at(g, w.tile * p.slices() + slice, t, warp, lane) =
+                whole ? tile.template slice_sums<kMayBeWhole>(t) : tile.template slice_sums<false>(t);
+          }
+        } else if constexpr (Keeps) {
+          whole ? tile.template add_slice<kMayBeWhole>(scales, lane) : tile.template add_slice<false>(scales, lane);
+        }
+      }
+      if constexpr (Keeps) {
+        if (!apart) end_totals<F, kGrouped, Rows>(g, w, tile.total, warp, lane);
       }
     }
-    if constexpr (Keeps) {
-      if (!apart) end_totals<F, kGrouped, Rows>(g, w, tile.total, warp, lane);
-    }
-  }
+  });
 }
 
 // ---- launcher --------------------------------------------------------------------------------------------------
@@ -816,7 +832,7 @@ template <WeightFormat F, Groups G, int D, int Rows, bool Keeps>
 void launch_large(const LargeArgs& g, const Launch& launch, const std::string& what) {
   const auto kernel =
       g.p.wgmma ? linear_large_kernel<F, G, D, Rows, Keeps, true> : linear_large_kernel<F, G, D, Rows, Keeps, false>;
-  launch_kernel(launch, [&] { return what; }, kernel, dim3(g.p.blocks), dim3(g.p.strips * kWarp), g.p.shared_bytes, g);
+  launch_kernel(launch, [&] { return what; }, kernel, dim3(g.p.blocks), dim3(g.p.threads), g.p.shared_bytes, g);
 }
 
 template <int Rows>

@@ -229,9 +229,13 @@ constexpr bool large_centred(const LinearWeight& w, int planes) {
   return w.format == WeightFormat::int4 && w.group_size == 128 && w.scale_dtype != DType::f32 && !w.has_minimum &&
          planes == 2;
 }
+constexpr int kCentredRecord{40};  // bytes of a record at most, which is 8-byte pieces
 constexpr int centred_warps(int rows, bool keeps_totals) {
   return rows == 32 ? 16 : rows == 128 ? 8 : keeps_totals ? 12 : 16;
 }
+
+// Warps behind them, of which one copies: a warpgroup, where it can hand registers to the others.
+constexpr int large_copy_warps(int architecture) { return architecture == 90 ? 4 : 1; }
 
 // Bytes of weights a stage of a strip takes, and of a tile of x: its columns and, where `sums` is not 0, the digit sums
 // of its groups.
@@ -243,31 +247,34 @@ constexpr int large_tile_bytes(int planes, int rows, int group_size) {
 
 // Stages of one slice that are waited for, left and asked for together: two where they leave room for others.
 constexpr int large_chunk(WeightFormat format, int planes, bool grouped, int rows) {
-  return format == WeightFormat::int8 || grouped || planes * rows > 128 ? 1 : 2;
+  return format == WeightFormat::int8 || grouped || planes * rows > 64 ? 1 : 2;
 }
 
 // Where things are in the shared memory of the kernel, which has as many chunks as fit on cards for which the code is
 // compiled.
 struct LargeLayout {
-  int ring, tile_bytes, weights_at, barriers_at, bytes;
+  int ring, tile_bytes, weights_at, records_at, barriers_at, bytes;
 };
-constexpr LargeLayout large_layout(WeightFormat format, int planes, bool grouped, int rows, int warps,
-                                   int architecture) {
+constexpr LargeLayout large_layout(WeightFormat format, int planes, bool grouped, int rows, int warps, int architecture,
+                                   int record_bytes = 0) {
   const int capacity = (small_shared_memory(architecture) ? 99 : architecture < 90 ? 163 : 227) * 1024, most = 8;
   LargeLayout p{};
   p.tile_bytes = (large_tile_bytes(planes, rows, grouped ? 32 : 0) + 1023) / 1024 * 1024;
-  const int chunk = large_chunk(format, planes, grouped, rows) * (p.tile_bytes + warps * large_strip_bytes(format));
-  p.ring = (capacity - most * 12 - 8) / chunk;
+  const int chunk =
+      large_chunk(format, planes, grouped, rows) * (p.tile_bytes + warps * (large_strip_bytes(format) + record_bytes));
+  p.ring = (capacity - most * 16 - 8) / chunk;
   if (p.ring > most) p.ring = most;
   p.weights_at = p.ring * large_chunk(format, planes, grouped, rows) * p.tile_bytes;
   p.barriers_at = p.ring * chunk;
-  p.bytes = p.barriers_at + p.ring * 12 + 8;
+  p.records_at = p.barriers_at - p.ring * warps * record_bytes;
+  p.bytes = p.barriers_at + p.ring * 16 + 8;
   return p;
 }
 
 struct LargePlan {
   int rows;    // of x in a tile
   int strips;  // of W, one a warp
+  int threads;
   int row_tiles, token_tiles;
   uint32_t token_magic;       // n * token_magic >> 32 is n / token_tiles where there are several
   int slices_log, parts_log;  // parts share a tile's K, by whole slices; with several every slice's sums are kept apart
@@ -313,16 +320,19 @@ inline LargePlan plan_large(const LinearWeight& w, int planes, int m, int multip
   const int slices_log = decode_slices_log(w.steps());
   for (const int rows : kLargeRows) {
     if (!large_compiled(w.format, planes, grouped, rows, centred)) continue;
-    if (m <= best.rows) break;                   // which hold them all
-    if (planes * best.rows < 128) least = 1e30;  // narrower than the tensor cores like
+    if (centred && rows == 128 && m <= 512) continue;  // 141 us for 133 at 4096 x 28672, 256 rows
+    if (m <= best.rows) break;                         // which hold them all
+    if (planes * best.rows < 128) least = 1e30;        // narrower than the tensor cores like
     for (int parts_log = 0; parts_log <= slices_log; ++parts_log) {
       LargePlan p{};
       const int warps =
           centred ? centred_warps(rows, parts_log == 0) : large_warps(w.format, planes, grouped, rows, parts_log == 0);
-      const LargeLayout layout = large_layout(w.format, planes, grouped, rows, warps, architecture);
+      const LargeLayout layout =
+          large_layout(w.format, planes, grouped, rows, warps, architecture, centred ? kCentredRecord : 0);
       if (layout.ring < 2) continue;
       p.rows = rows;
       p.strips = warps;
+      p.threads = (warps + large_copy_warps(architecture)) * 32;
       p.parts_log = parts_log;
       p.slices_log = slices_log;
       p.centred = centred;
