@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.config import DecoderConfig
-from nibblelm.decode_steps import DecodeStep, SampledSteps
+from nibblelm.decode_steps import IDLE, DecodeStep, SampledSteps
 from nibblelm.errors import RequestError
 from nibblelm.graph import Graph, Value, fused, record
 from nibblelm.kv_cache import KVCache, bytes_per_page
@@ -24,8 +24,9 @@ from nibblelm.rope import Rope
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
 """Most tokens of one prefill step; where a prompt is cut changes no bit."""
 
-_PROGRAM_ROWS = (16, 32, *range(64, 513, 64))
-"""Rows of prefill steps that CUDA replays, filled up; for more, the device takes longer than Python does to launch."""
+_PROGRAM_ROWS = (16, 32, *range(64, 513, 64), *range(640, PREFILL_CHUNK["cuda"] + 1, 128))
+"""Rows of prefill steps that CUDA replays, filled up. Called one by one their 300 kernels keep Python, and so all who
+read tokens, waiting for 10 to 25 ms."""
 
 
 def workspace_bytes(config: DecoderConfig, device: torch.device) -> int:
@@ -95,7 +96,7 @@ class Runner:
         self._steps: dict[tuple[int, _Kind], DecodeStep] = {}
         self._states: dict[int, SamplingState] = {}
         self._prompt_steps: dict[tuple[int, int], _PromptStep | None] = {}  # by rows and tiles; None: seen once
-        self._pool: Any = None  # of the device memory that prompt steps have in common
+        self._pool: Any = None  # of the device memory that programs have in common
 
     def with_capacity(self, capacity: int) -> "Runner":
         """A runner of the same model with room for `capacity` positions; this one gives up its cache."""
@@ -131,6 +132,8 @@ class Runner:
         require_memory(self.device, "Choose a smaller context or fewer prompts at a time.", cache=size)
         shape = (c.layers, slots, c.kv_heads, self.capacity, c.head_dim)
         self.cache = KVCache(*shape, self.kv_dtype, self.device, pages)
+        if self.device.type == "cuda":
+            self._pool = ops.backend(self.device).Pool(self.device)
         self.history = [[] for _ in range(slots)]
         self.model.rope.reserve(slots)
 
@@ -201,13 +204,13 @@ class Runner:
         programmed = self.graph and self.device.type == "cuda" and key[0] and not every_row
         if programmed and key in self._prompt_steps:
             step = self._prompt_steps[key] or self._captured(*key)
-            step.inputs.copy_(self._prompt_inputs(prompts, tiles, *key))
+            ops.to_device(self._prompt_inputs(prompts, tiles, *key), self.device, out=step.inputs)
             step.program.replay()
             logits = step.result.clone()
         else:  # the first time, kernels are loaded on the way
             if programmed:
                 self._prompt_steps[key] = None
-            inputs = self._prompt_inputs(prompts, tiles, rows, len(tiles))
+            inputs = ops.to_device(self._prompt_inputs(prompts, tiles, rows, len(tiles)), self.device)
             logits = self._prompt_logits(inputs, rows, len(tiles), every_row)
         for p in prompts:
             self.history[p.slot] = list(p.ids)
@@ -216,8 +219,6 @@ class Runner:
     def _captured(self, rows: int, tiles: int) -> _PromptStep:
         size = self._token_rows * rows + 3 * tiles
         inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         with ops.capture(self.device, self._pool) as program:
             result = self._prompt_logits(inputs, rows, tiles, every_row=False)
         step = self._prompt_steps[rows, tiles] = _PromptStep(inputs, program, result)
@@ -226,19 +227,22 @@ class Runner:
     def _prompt_inputs(
         self, prompts: Sequence[Prompt], tiles: Sequence[tuple[int, int]], rows: int, room: int
     ) -> Tensor:
-        """What a step of prompts reads, int32 on the device, filled up: `_host_rows` of the tokens, `room` tiles, and
-        the row of each prompt's last token. The host does not wait for what is under way."""
-        ids = [token for p in prompts for token in p.ids[p.start :]]
-        positions = [position for p in prompts for position in range(p.start, len(p.ids))]
-        slots = [p.slot for p in prompts for _ in range(p.start, len(p.ids))]
-        more, idle = rows - len(ids), room - len(tiles)
-        flat: list[int] = []
-        # a row that nobody reads has no slot: it writes no key and no value
-        for i, of_tokens in enumerate(self._host_rows(ids, positions, slots)):
-            flat += [*of_tokens, *[-1 if i == 2 else 0] * more]
-        last = [end - 1 for end in accumulate(len(p.ids) - p.start for p in prompts)]
-        flat += [number for tile in tiles for number in tile] + [0] * (2 * idle) + last + [0] * (room - len(last))
-        return ops.to_device(torch.tensor(flat, dtype=torch.int32), self.device)
+        """What a step of prompts reads, int32 on the host, filled up: `_host_rows` of the tokens, `room` tiles, and the
+        row of each prompt's last token."""
+        flat = np.zeros(self._token_rows * rows + 3 * room, np.int32)
+        of_tokens, table = flat[: -3 * room].reshape(-1, rows), flat[-3 * room : -room].reshape(room, 2)
+        of_tokens[2] = IDLE
+        end = 0
+        for i, p in enumerate(prompts):
+            first, end = end, end + len(p.ids) - p.start
+            new = of_tokens[:, first:end]
+            new[0], new[1], new[2] = p.ids[p.start :], range(p.start, len(p.ids)), p.slot
+            flat[i - room] = end - 1
+        if self._token_rows > 3:
+            _, positions, slots = of_tokens[:3, :end].tolist()
+            of_tokens[3:, :end] = self.model.rope.rows(positions, slots)
+        table[: len(tiles)] = tiles
+        return torch.from_numpy(flat)
 
     def _prompt_logits(self, inputs: Tensor, rows: int, tiles: int, every_row: bool) -> Tensor:
         tokens, table, wanted = inputs.split([rows * self._token_rows, 2 * tiles, tiles])
@@ -290,9 +294,10 @@ class Runner:
                 return ops.sample(self._logits(rows), own, next_ids, positions_in, host_ids)
 
             self._steps[key] = replace(self._recorded(rows, body), host_ids=host_ids)
-        given = state.tensors()
-        for name, target in self._states[len(ids)].tensors().items():
-            if target is not None and (source := given[name]) is not None:
+        own = self._states[len(ids)]
+        ops.to_device(state.columns, self.device, out=own.columns)
+        for target, source in zip(own.wide, state.wide, strict=True):
+            if target is not None and source is not None:
                 target.copy_(source)
         self._steps[key].load(self._host_rows(ids, positions, slots))
         drawn = state.steps.tolist()
@@ -329,7 +334,7 @@ class Runner:
                 return DecodeStep(rows, _Eager(body, result), result)
             if self.device.type == "cuda":
                 body()
-            with ops.capture(self.device) as program:
+            with ops.capture(self.device, self._pool) as program:
                 result = body()
             return DecodeStep(rows, program, result)
 
