@@ -25,7 +25,8 @@ def upload(parts: Sequence[Tensor], device: torch.device, out: Tensor | None = N
     """
     if device.type == "cpu" or any(p.device.type != "cpu" for p in parts):
         there = [p.to(device) for p in parts]
-        return there[0].contiguous() if len(there) == 1 else torch.cat(there)
+        whole = there[0].contiguous() if len(there) == 1 else torch.cat(there)
+        return whole if out is None else out.copy_(whole)
     shape = sum(p.shape[0] for p in parts), *parts[0].shape[1:]
     target = torch.empty(shape, dtype=parts[0].dtype, device=device) if out is None else out
     if (target.shape, target.dtype) != (shape, parts[0].dtype):
