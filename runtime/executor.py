@@ -66,8 +66,9 @@ class Executor:
 
         A sequence with a draft is due several. `land`: nothing is ahead after this step, which has no drafts.
         """
-        if plan.moved:
-            self._runner.set_tables({s.slot: s.pages for s in plan.moved})
+        prompts = {c.sequence for c in plan.chunks if not c.sequence.owner.every_row}  # whose pages go with the tokens
+        if moved := {s.slot: s.pages for s in plan.moved if s not in prompts}:
+            self._runner.set_tables(moved)
         for s in plan.moved:
             self._runner.set_prompt(s.slot, s.ids, s.prompt)
         landing: Iterator[tuple[Sequence, Choice]] = iter(())
@@ -105,7 +106,7 @@ class Executor:
             logits = logits[-1:]
         else:
             logits = self._runner.prefill_together(
-                [Prompt(c.sequence.ids[: c.last], c.sequence.slot, c.first) for c in chunks]
+                [Prompt(c.sequence.ids[: c.last], c.sequence.slot, c.first, c.sequence.pages) for c in chunks]
             )
         for chunk in chunks:
             self._scheduler.advance(chunk.sequence, chunk.last)

@@ -34,8 +34,8 @@ class SamplingState:
     def over(cls, columns: Tensor, *wide: Tensor | None) -> "SamplingState":
         """The state whose `columns` these are, with bias, prompt and counts if given."""
         rows = len(columns) // _WORDS
-        longs, words = columns[: 4 * rows].view(torch.int64).view(2, rows), columns[4 * rows :].view(-1, rows)
-        return cls(columns, *longs, words[0], *words[1:].view(torch.float32), *wide)
+        longs, words = columns[: 4 * rows].view(torch.int64).view(2, rows), columns[4 * rows :].view(7, rows)
+        return cls(columns, longs[0], longs[1], words[0], *words[1:].view(torch.float32).unbind(), *wide)
 
     @classmethod
     def greedy(cls, rows: int, device: torch.device, vocab_size: int = 0) -> "SamplingState":
