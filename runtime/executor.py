@@ -180,7 +180,8 @@ class Executor:
         else:
             self._flight = None
             return iter(())
-        # Others ended, or lost their pages, while the step was under way, and may be prompts of this very plan.
+        # Others ended, or lost their pages, while the step was under way. Decided before prompts are computed: it would
+        # be wrong of one that is among them again.
         return self._landed(flight, [s if s is not None and s.at_end else None for s in self._members])
 
     def _landed(self, flight: SampledSteps, due: list[Sequence | None]) -> Iterator[tuple[Sequence, Choice]]:
