@@ -100,6 +100,7 @@ class Runner:
         self._steps: dict[tuple[int, _Kind], DecodeStep] = {}
         self._states: dict[int, SamplingState] = {}
         self._prompt_steps: dict[tuple[int, int], list[_PromptStep]] = {}  # by rows and tiles; none: seen once
+        self._results: dict[int, Tensor] = {}  # of prompt steps by tiles: each is read before the next is run
         self._pool: Any = None  # of the device memory that programs have in common
 
     def with_capacity(self, capacity: int) -> "Runner":
@@ -116,6 +117,7 @@ class Runner:
         self._steps.clear()
         self._states.clear()
         self._prompt_steps.clear()
+        self._results.clear()
         self._pool = None
         if held and self.device.type == "cuda":
             with self._card():
@@ -235,9 +237,13 @@ class Runner:
 
     def _captured(self, rows: int, tiles: int) -> _PromptStep:
         staged = torch.zeros(sum(self._prompt_sizes(rows, tiles)), dtype=torch.int32, pin_memory=True)
+        if tiles not in self._results:
+            shape = tiles, self.model.config.vocab_size
+            self._results[tiles] = torch.empty(shape, dtype=torch.float32, device=self.device)
+        result = self._results[tiles]
         with ops.capture(self.device, self._pool) as program:
             inputs = staged.to(self.device, non_blocking=True)
-            result = self._prompt_logits(inputs, rows, tiles, every_row=False)
+            result.copy_(self._prompt_logits(inputs, rows, tiles, every_row=False))
         return _PromptStep(staged, program, result, torch.cuda.Event())
 
     def _prompt_sizes(self, rows: int, room: int) -> list[int]:
