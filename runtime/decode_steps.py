@@ -23,7 +23,8 @@ class DecodeStep:
     host_ids: Tensor | None = None  # (2, M) int32, pinned: where sampling leaves the ids of the last two steps
 
     def load(self, rows: Sequence[Sequence[int]]) -> None:
-        self.rows.copy_(torch.tensor(rows, dtype=torch.int32))
+        """Put a step's inputs in place, behind what is under way."""
+        to_device(torch.tensor(rows, dtype=torch.int32), self.rows.device, out=self.rows)
 
 
 class SampledSteps:
@@ -50,10 +51,14 @@ class SampledSteps:
         self._ready = [torch.cuda.Event(), torch.cuda.Event()]
         self._launched = self._read = 0
 
-    def next(self, last: bool = False) -> list[int]:
-        """The tokens of the next step, one per sequence; `last` launches nothing beyond it."""
+    def launch(self, last: bool = False) -> None:
+        """See that the next step is under way, and one behind it unless it is the `last`."""
         while self._launched < self._read + (1 if last else 2) and (self._launched == self._read or self._has_room()):
             self._launch()
+
+    def next(self, last: bool = False) -> list[int]:
+        """The tokens of the next step, one per sequence, `launch`ed if it is not."""
+        self.launch(last)
         self._ready[self._read % 2].synchronize()
         assert self._step.host_ids is not None
         last_two = self._step.host_ids.tolist()

@@ -36,7 +36,7 @@ CUDA_CONTEXT = 8192
 MAX_SEQUENCES = {"cpu": 64, "cuda": 256}
 """Sequences that are computed together; more wait for one to end."""
 
-STEP_TOKENS = {"cpu": (512, 128), "cuda": (8192, 768)}
+STEP_TOKENS = {"cpu": (512, 128), "cuda": (8192, 640)}
 """Tokens of a step without a sequence that generates, and of one with some: they wait for the prompts in it."""
 
 KV_SHARE = 0.6

@@ -7,7 +7,6 @@ tokens again after preemption, which draw nothing. While a draft is verified all
 for, and nothing is ahead.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, islice
@@ -19,6 +18,7 @@ from torch import Tensor
 from nibblelm import ops
 from nibblelm.decode_steps import SampledSteps
 from nibblelm.errors import RequestError
+from nibblelm.ops import SamplingState
 from nibblelm.request import LogitsRequest, Request
 from nibblelm.runner import PREFILL_CHUNK, Prompt, Runner
 from nibblelm.sampler import Sampled, Sampler, device_sampling, unusable_logits
@@ -66,14 +66,16 @@ class Executor:
 
         A sequence with a draft is due several. `land`: nothing is ahead after this step, which has no drafts.
         """
-        if plan.moved:
-            self._runner.set_tables({s.slot: s.pages for s in plan.moved})
+        prompts = {c.sequence for c in plan.chunks if not c.sequence.owner.every_row}  # whose pages go with the tokens
+        if moved := {s.slot: s.pages for s in plan.moved if s not in prompts}:
+            self._runner.set_tables(moved)
         for s in plan.moved:
             self._runner.set_prompt(s.slot, s.ids, s.prompt)
+        landing: Iterator[tuple[Sequence, Choice]] = iter(())
         if self._runner.samples_on_device and not any(s.draft for s in plan.decodes):
             flying = [s for s in plan.decodes if s.at_end and s.owner.sampler.runs_ahead]
             hosted = [s for s in plan.decodes if not s.at_end or not s.owner.sampler.runs_ahead]
-            yield from self._fly(flying, land or any(c.last == c.sequence.prompt for c in plan.chunks))
+            landing = self._fly(flying, land or any(c.last == c.sequence.prompt for c in plan.chunks))
         else:
             assert not self.ahead
             self._flight, hosted = None, plan.decodes
@@ -88,6 +90,7 @@ class Executor:
                         yield s, None
                 elif s.computed == len(s.ids):
                     ended.append((s, logits[i : i + 1]))
+        yield from landing
         yield from self._first_tokens(ended)
 
     def _prefill(self, chunks: list[Chunk]) -> Tensor:
@@ -103,7 +106,7 @@ class Executor:
             logits = logits[-1:]
         else:
             logits = self._runner.prefill_together(
-                [Prompt(c.sequence.ids[: c.last], c.sequence.slot, c.first) for c in chunks]
+                [Prompt(c.sequence.ids[: c.last], c.sequence.slot, c.first, c.sequence.pages) for c in chunks]
             )
         for chunk in chunks:
             self._scheduler.advance(chunk.sequence, chunk.last)
@@ -163,24 +166,29 @@ class Executor:
         return right
 
     def _fly(self, wanted: list[Sequence], more_to_come: bool) -> Iterator[tuple[Sequence, Choice]]:
-        """A step of the flight. For other members than it has it is launched anew, once the step that it is ahead is
-        used up."""
+        """Launch a step of the flight; its tokens are for when the device has prompts to go on with. For other members
+        than it has it is launched anew, once the step that it is ahead is used up."""
         flight = self._flight
         goes_on = flight is not None and self._goes_on(flight, wanted)
         if flight is not None and not goes_on and flight.in_flight:
             self._flight = None
-            tokens = flight.next(last=True)
         elif wanted:
             if flight is None or not goes_on:
                 flight = self._launched(wanted)
             # One that ends computes a row for nobody; a step of such rows alone is not launched.
-            tokens = flight.next(last=more_to_come or all(len(s.ids) + 1 >= s.limit for s in wanted))
+            flight.launch(last=more_to_come or all(len(s.ids) + 1 >= s.limit for s in wanted))
         else:
             self._flight = None
-            return
+            return iter(())
+        # Others ended, or lost their pages, while the step was under way. Decided before prompts are computed: it would
+        # be wrong of one that is among them again.
+        return self._landed(flight, [s if s is not None and s.at_end else None for s in self._members])
+
+    def _landed(self, flight: SampledSteps, due: list[Sequence | None]) -> Iterator[tuple[Sequence, Choice]]:
+        tokens = flight.next(last=True)
         self._runner.history[self._spare].clear()  # what those rows are fed takes no room
-        for s, token in zip(self._members, tokens, strict=False):
-            if s is not None and s.at_end:  # else it ended, or lost its pages, while the step was under way
+        for s, token in zip(due, tokens, strict=False):
+            if s is not None:
                 self._scheduler.advance(s, s.computed + 1)
                 yield s, _accepted(s.owner.sampler, token)
 
@@ -286,8 +294,9 @@ def _choose_on_device(samplers: list[Sampler], logits: Tensor) -> list[Sampled |
 def _drawn(samplers: list[Sampler], logits: Tensor, drafts: list[list[int]] | None = None) -> list[int]:
     """What the device draws from each row of logits (M, vocab), as `device_sampling` has it."""
     state = device_sampling(samplers, logits.shape[1], drafts)
-    moved = {name: ops.to_device(t, logits.device) for name, t in state.tensors().items() if t is not None}
-    return ops.sample(logits, dataclasses.replace(state, **moved)).tolist()
+    columns = ops.to_device(state.columns, logits.device)
+    wide = (None if t is None else ops.to_device(t, logits.device) for t in state.wide)
+    return ops.sample(logits, SamplingState.over(columns, *wide)).tolist()
 
 
 def _accepted(sampler: Sampler, token: int) -> Sampled | RequestError:

@@ -3,13 +3,17 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from nibblelm.memory import reserved
 from nibblelm.ops import PAGE, Int8Pages, Pages, to_device
 from nibblelm.pages import page_count
 
+FEW = 3
+"""Slots whose tables go to a device one by one: as many calls as one copy of them all and the kernels behind it."""
+
 NO_PAGE = -1
-"""The entry of a table after a sequence's last page; those beyond mean nothing, and on the CPU take no memory."""
+"""The entry of a table after a sequence's last page; those beyond mean nothing."""
 
 
 class KVCache:
@@ -37,10 +41,11 @@ class KVCache:
         self.slots, self.capacity, self.pages = slots, capacity, slots * width if pages is None else pages
         shape = (self.pages, kv_heads, PAGE, head_dim)
         self.keys, self.values = (_pools(layers, shape, dtype, device) for _ in range(2))
+        self._rows = reserved((slots + 1, width), torch.int32, device)  # the last one is nobody's
+        self.tables = self._rows[:slots]
         if pages is None:
-            self.tables = torch.arange(self.pages, dtype=torch.int32, device=device).view(slots, width)
+            self.tables.copy_(torch.arange(self.pages, dtype=torch.int32).view(slots, width))
         else:
-            self.tables = reserved((slots, width), torch.int32, device)
             self.tables[:, 0] = NO_PAGE
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
@@ -51,7 +56,7 @@ class KVCache:
         self.set_tables({slot: pages})
 
     def set_tables(self, pages: Mapping[int, Sequence[int]]) -> None:
-        """`set_pages` for several slots. On CUDA one copy, which the host does not wait for."""
+        """`set_pages` for several slots. The host waits for nothing that is under way."""
         width = self.tables.shape[1]
         for slot, held in pages.items():
             if len(held) > width or any(not 0 <= page < self.pages for page in held):
@@ -60,16 +65,20 @@ class KVCache:
                     f"{self.pages - 1}"
                 )
         with torch.inference_mode():  # the tables may have been made in it
-            if self.tables.device.type == "cpu":
+            if self.tables.device.type == "cpu" or len(pages) <= FEW:
                 for slot, held in pages.items():
                     row = torch.tensor([*held, NO_PAGE][:width], dtype=torch.int32)
-                    self.tables[slot, : len(row)].copy_(row)
-            elif pages:
+                    to_device(row, self.tables.device, out=self.tables[slot, : len(row)])
+            else:
                 columns = min(1 + max(map(len, pages.values())), width)
-                padded = [[*held, *[NO_PAGE] * (columns - len(held))] for held in pages.values()]
+                padded = [[slot, *held, *[NO_PAGE] * (columns - len(held))] for slot, held in pages.items()]
                 rows = to_device(torch.tensor(padded, dtype=torch.int32), self.tables.device)
-                slots = to_device(torch.tensor(list(pages)), self.tables.device)
-                self.tables[:, :columns].index_copy_(0, slots, rows)
+                self.tables[:, :columns].index_copy_(0, rows[:, 0].long(), rows[:, 1:])
+
+    def write_tables(self, slots: Tensor, rows: Tensor) -> None:
+        """Make rows (n, W) int32 the tables of `slots` (n,), as a part of a step; slot `self.slots` is nobody's."""
+        with torch.inference_mode():
+            self._rows.index_copy_(0, slots.long(), rows)
 
 
 def _pools(layers: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> list[Pages]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any, Literal, Protocol
 
 import torch
@@ -11,10 +10,10 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.config import DecoderConfig
-from nibblelm.decode_steps import DecodeStep, SampledSteps
+from nibblelm.decode_steps import IDLE, DecodeStep, SampledSteps
 from nibblelm.errors import RequestError
 from nibblelm.graph import Graph, Value, fused, record
-from nibblelm.kv_cache import KVCache, bytes_per_page
+from nibblelm.kv_cache import NO_PAGE, KVCache, bytes_per_page
 from nibblelm.layers import Step
 from nibblelm.memory import require_memory
 from nibblelm.ops import SamplingState, prompt_tiles
@@ -24,8 +23,9 @@ from nibblelm.rope import Rope
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
 """Most tokens of one prefill step; where a prompt is cut changes no bit."""
 
-_PROGRAM_ROWS = (16, 32, *range(64, 513, 64))
-"""Rows of prefill steps that CUDA replays, filled up; for more, the device takes longer than Python does to launch."""
+_PROGRAM_ROWS = (16, 32, *range(64, 513, 64), *range(640, PREFILL_CHUNK["cuda"] + 1, 128))
+"""Rows of prefill steps that CUDA replays, filled up. Called one by one their 300 kernels keep Python, and so all who
+read tokens, waiting for 10 to 25 ms."""
 
 
 def workspace_bytes(config: DecoderConfig, device: torch.device) -> int:
@@ -45,20 +45,25 @@ class DecoderModel(Protocol):
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids[start:] are to be computed, at positions start, start + 1 ... of `slot`, whose cache holds ids[:start]."""
+    """ids[start:] are to be computed, at positions start, start + 1 ... of `slot`, whose cache holds ids[:start].
+
+    pages  of the slot from now on, as `Runner.set_pages` has them; none: those that it has
+    """
 
     ids: Sequence[int]
     slot: int = 0
     start: int = 0
+    pages: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class _PromptStep:
-    """A captured step of prompts: where its inputs lie, one behind the other, and the result."""
+    """A captured step of prompts, which begins with the copy of its inputs: nothing is between them and the kernels."""
 
-    inputs: Tensor  # int32
+    staged: Tensor  # int32, pinned: the inputs, one behind the other
     program: Any
     result: Tensor
+    done: torch.cuda.Event  # behind the newest replay
 
 
 _Kind = Literal["apart", "related", "sampled"]
@@ -94,8 +99,9 @@ class Runner:
         self._graphs: dict[tuple[bool, bool, bool], Graph] = {}  # by what Step has, tiles and wanted, and `related`
         self._steps: dict[tuple[int, _Kind], DecodeStep] = {}
         self._states: dict[int, SamplingState] = {}
-        self._prompt_steps: dict[tuple[int, int], _PromptStep | None] = {}  # by rows and tiles; None: seen once
-        self._pool: Any = None  # of the device memory that prompt steps have in common
+        self._prompt_steps: dict[tuple[int, int], list[_PromptStep]] = {}  # by rows and tiles; none: seen once
+        self._results: dict[int, Tensor] = {}  # of prompt steps by tiles: each is read before the next is run
+        self._pool: Any = None  # of the device memory that programs have in common
 
     def with_capacity(self, capacity: int) -> "Runner":
         """A runner of the same model with room for `capacity` positions; this one gives up its cache."""
@@ -111,6 +117,7 @@ class Runner:
         self._steps.clear()
         self._states.clear()
         self._prompt_steps.clear()
+        self._results.clear()
         self._pool = None
         if held and self.device.type == "cuda":
             with self._card():
@@ -131,6 +138,8 @@ class Runner:
         require_memory(self.device, "Choose a smaller context or fewer prompts at a time.", cache=size)
         shape = (c.layers, slots, c.kv_heads, self.capacity, c.head_dim)
         self.cache = KVCache(*shape, self.kv_dtype, self.device, pages)
+        if self.device.type == "cuda":
+            self._pool = ops.backend(self.device).Pool(self.device)
         self.history = [[] for _ in range(slots)]
         self.model.rope.reserve(slots)
 
@@ -200,48 +209,73 @@ class Runner:
         key = next((count for count in _PROGRAM_ROWS if count >= rows), 0), 1 << (len(tiles) - 1).bit_length()
         programmed = self.graph and self.device.type == "cuda" and key[0] and not every_row
         if programmed and key in self._prompt_steps:
-            step = self._prompt_steps[key] or self._captured(*key)
-            step.inputs.copy_(self._prompt_inputs(prompts, tiles, *key))
+            step = self._idle_step(*key)
+            self._put_prompts(step.staged, prompts, tiles, *key)
             step.program.replay()
+            step.done.record(torch.cuda.current_stream(self.device))
             logits = step.result.clone()
         else:  # the first time, kernels are loaded on the way
             if programmed:
-                self._prompt_steps[key] = None
-            inputs = self._prompt_inputs(prompts, tiles, rows, len(tiles))
-            logits = self._prompt_logits(inputs, rows, len(tiles), every_row)
+                self._prompt_steps[key] = []
+            inputs = torch.empty(sum(self._prompt_sizes(rows, len(tiles))), dtype=torch.int32)
+            self._put_prompts(inputs, prompts, tiles, rows, len(tiles))
+            logits = self._prompt_logits(ops.to_device(inputs, self.device), rows, len(tiles), every_row)
         for p in prompts:
             self.history[p.slot] = list(p.ids)
         return logits if every_row else logits[: len(prompts)]
 
+    def _idle_step(self, rows: int, tiles: int) -> _PromptStep:
+        """A captured step whose inputs may be written. There are two where one is under way when the next is launched:
+        that waits for none but the one before."""
+        steps = self._prompt_steps[rows, tiles]
+        if not steps or (len(steps) == 1 and not steps[0].done.query()):
+            steps.append(self._captured(rows, tiles))
+        else:
+            steps.append(steps.pop(0))
+        steps[-1].done.synchronize()
+        return steps[-1]
+
     def _captured(self, rows: int, tiles: int) -> _PromptStep:
-        size = self._token_rows * rows + 3 * tiles
-        inputs = torch.zeros(size, dtype=torch.int32, device=self.device)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        staged = torch.zeros(sum(self._prompt_sizes(rows, tiles)), dtype=torch.int32, pin_memory=True)
+        if tiles not in self._results:
+            shape = tiles, self.model.config.vocab_size
+            self._results[tiles] = torch.empty(shape, dtype=torch.float32, device=self.device)
+        result = self._results[tiles]
         with ops.capture(self.device, self._pool) as program:
-            result = self._prompt_logits(inputs, rows, tiles, every_row=False)
-        step = self._prompt_steps[rows, tiles] = _PromptStep(inputs, program, result)
-        return step
+            inputs = staged.to(self.device, non_blocking=True)
+            result.copy_(self._prompt_logits(inputs, rows, tiles, every_row=False))
+        return _PromptStep(staged, program, result, torch.cuda.Event())
 
-    def _prompt_inputs(
-        self, prompts: Sequence[Prompt], tiles: Sequence[tuple[int, int]], rows: int, room: int
-    ) -> Tensor:
-        """What a step of prompts reads, int32 on the device, filled up: `_host_rows` of the tokens, `room` tiles, and
-        the row of each prompt's last token. The host does not wait for what is under way."""
-        ids = [token for p in prompts for token in p.ids[p.start :]]
-        positions = [position for p in prompts for position in range(p.start, len(p.ids))]
-        slots = [p.slot for p in prompts for _ in range(p.start, len(p.ids))]
-        more, idle = rows - len(ids), room - len(tiles)
-        flat: list[int] = []
-        # a row that nobody reads has no slot: it writes no key and no value
-        for i, of_tokens in enumerate(self._host_rows(ids, positions, slots)):
-            flat += [*of_tokens, *[-1 if i == 2 else 0] * more]
-        last = [end - 1 for end in accumulate(len(p.ids) - p.start for p in prompts)]
-        flat += [number for tile in tiles for number in tile] + [0] * (2 * idle) + last + [0] * (room - len(last))
-        return ops.to_device(torch.tensor(flat, dtype=torch.int32), self.device)
+    def _prompt_sizes(self, rows: int, room: int) -> list[int]:
+        """Of what a step of prompts reads: `_host_rows` of the tokens; tiles; of each prompt the row of its last token,
+        and the slot and the table of those whose pages are named."""
+        return [self._token_rows * rows, 2 * room, room, room, room * self.tables.shape[1]]
 
-    def _prompt_logits(self, inputs: Tensor, rows: int, tiles: int, every_row: bool) -> Tensor:
-        tokens, table, wanted = inputs.split([rows * self._token_rows, 2 * tiles, tiles])
+    def _put_prompts(
+        self, inputs: Tensor, prompts: Sequence[Prompt], tiles: Sequence[tuple[int, int]], rows: int, room: int
+    ) -> None:
+        """Write what a step of prompts reads, filled up, into `inputs` on the host."""
+        parts = inputs.split(self._prompt_sizes(rows, room))
+        tokens, table, wanted, slots, tables = (part.numpy() for part in parts)
+        tokens, table, tables = tokens.reshape(-1, rows), table.reshape(room, 2), tables.reshape(room, -1)
+        tokens[:], table[:], wanted[:] = 0, 0, 0
+        tokens[2], slots[:], tables[:] = IDLE, self.cache.slots, NO_PAGE
+        end = 0
+        for i, p in enumerate(prompts):
+            first, end = end, end + len(p.ids) - p.start
+            new = tokens[:, first:end]
+            new[0], new[1], new[2] = p.ids[p.start :], range(p.start, len(p.ids)), p.slot
+            wanted[i] = end - 1
+            if p.pages:
+                slots[i], tables[i, : len(p.pages)] = p.slot, p.pages
+        if self._token_rows > 3:
+            _, positions, of_slots = tokens[:3, :end].tolist()
+            tokens[3:, :end] = self.model.rope.rows(positions, of_slots)
+        table[: len(tiles)] = tiles
+
+    def _prompt_logits(self, inputs: Tensor, rows: int, room: int, every_row: bool) -> Tensor:
+        tokens, table, wanted, slots, tables = inputs.split(self._prompt_sizes(rows, room))
+        self.cache.write_tables(slots, tables.view(room, -1))
         inputs_of_tokens = self._inputs(tokens.view(-1, rows))
         return self._graph(prompts=True, every_row=every_row)(*inputs_of_tokens, table.view(-1, 2), wanted)
 
@@ -290,9 +324,10 @@ class Runner:
                 return ops.sample(self._logits(rows), own, next_ids, positions_in, host_ids)
 
             self._steps[key] = replace(self._recorded(rows, body), host_ids=host_ids)
-        given = state.tensors()
-        for name, target in self._states[len(ids)].tensors().items():
-            if target is not None and (source := given[name]) is not None:
+        own = self._states[len(ids)]
+        ops.to_device(state.columns, self.device, out=own.columns)
+        for target, source in zip(own.wide, state.wide, strict=True):
+            if target is not None and source is not None:
                 target.copy_(source)
         self._steps[key].load(self._host_rows(ids, positions, slots))
         drawn = state.steps.tolist()
@@ -329,7 +364,9 @@ class Runner:
                 return DecodeStep(rows, _Eager(body, result), result)
             if self.device.type == "cuda":
                 body()
-            with ops.capture(self.device) as program:
+                if not self._steps:
+                    torch.cuda.empty_cache()  # of what loading left; a capture that finds no room cannot ask for it
+            with ops.capture(self.device, self._pool) as program:
                 result = body()
             return DecodeStep(rows, program, result)
 

@@ -216,9 +216,9 @@ def device_sampling(
     )
     targets = (state.temperature, state.top_k, state.top_p, state.min_p)
     for tensor, values in zip((*targets, state.repetition, state.presence, state.frequency), columns, strict=True):
-        tensor.copy_(torch.tensor(values, dtype=tensor.dtype))
-    state.seeds.copy_(torch.tensor([s.seed - (1 << 64) * (s.seed >> 63) for s in samplers]))  # the same bits, signed
-    state.steps.copy_(torch.tensor([s.position + len(d) for s, d in zip(samplers, drafts, strict=True)]))
+        tensor.numpy()[:] = values  # a third of the time that torch takes to read a list
+    state.seeds.numpy()[:] = [s.seed - (1 << 64) * (s.seed >> 63) for s in samplers]  # the same bits, signed
+    state.steps.numpy()[:] = [s.position + len(d) for s, d in zip(samplers, drafts, strict=True)]
     if state.bias is None or state.prompt is None or state.counts is None:
         return state
     for row, sampler in enumerate(samplers):

@@ -23,9 +23,9 @@ from nibblelm.pages import PAGE, ROOT, PagePool, page_count
 AHEAD = 1
 """Positions beyond the one to be computed that a generating sequence has pages for: a device runs a step ahead."""
 
-CROWD, CROWD_SHARE = 8, 4
-"""So many prompts at least, and one for every four sequences that generate: then they are computed as if nobody waited
-for them. The sooner those sequences generate, the fuller are the steps of all."""
+CROWD = 8
+"""So many prompts are computed as if nobody waited for them. The sooner those sequences generate, the fuller are the
+steps of all; and in small shares beside many that generate they would take longer, each share with a step of these."""
 
 
 @dataclass(eq=False, slots=True)
@@ -155,7 +155,8 @@ class Scheduler:
                 prompts.append(s)
             elif self._grow(s, min(s.computed + 1 + AHEAD, s.limit - 1)):
                 decodes.append(s)
-        budget = self._step_budget(len(prompts) + len(self.waiting), len(decodes)) - len(decodes)
+        crowd = len(prompts) + len(self.waiting) >= CROWD
+        budget = self._budget[bool(decodes) and not crowd] - len(decodes)
         for s in decodes:
             if s.draft:
                 self._fit_draft(s, budget // 2)  # what is left is for prompts
@@ -189,10 +190,6 @@ class Scheduler:
                 return
             s.pages.append(page)
             self._moved[s] = None
-
-    def _step_budget(self, prompts: int, decodes: int) -> int:
-        crowd = prompts >= CROWD and CROWD_SHARE * prompts > decodes
-        return self._budget[decodes > 0 and not crowd]
 
     def _prompts(self, begun: list[Sequence]) -> Iterator[Sequence]:
         """Sequences whose prompts come next: those begun, then those that get a slot."""

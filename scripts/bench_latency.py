@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nibblelm.cli import build_parser
 from nibblelm.cli.bench import _from_shape
+from nibblelm.cli.options import keep_loaded
 from nibblelm.engine import STEP_TOKENS
 from nibblelm.engine_core import Engine, Handle
 from nibblelm.pages import page_count
@@ -47,17 +48,20 @@ class Bench:
         self.vocab_size = runner.model.config.vocab_size
         self.engine = Engine(runner, Scheduler(17, pages, STEP_TOKENS["cuda"]))
         self._draw = random.Random(0)
+        keep_loaded()
 
-    def add(self, prompt: int, tokens: int, params: SamplingParams = DRAWN, stream: bool = True) -> Handle:
-        """A prompt of random ids."""
-        ids = [self._draw.randrange(self.vocab_size) for _ in range(prompt)]
+    def prompt(self, count: int) -> list[int]:
+        """Random ids."""
+        return [self._draw.randrange(self.vocab_size) for _ in range(count)]
+
+    def add(self, ids: list[int], tokens: int, params: SamplingParams = DRAWN, stream: bool = True) -> Handle:
         params = dataclasses.replace(params, max_tokens=tokens)
         return self.engine.add(Request(ids, params, None, self.vocab_size, CONTEXT, set()), stream)
 
     def first_token(self, prompt: int, tokens: int = 1) -> float:
-        """Seconds to the first token."""
-        begun = time.perf_counter()
-        handle = self.add(prompt, tokens)
+        """Seconds from the ids to the first token."""
+        ids, begun = self.prompt(prompt), time.perf_counter()
+        handle = self.add(ids, tokens)
         next(handle.tokens())
         return time.perf_counter() - begun
 
@@ -87,7 +91,7 @@ def gaps(handle: Handle, result: list[float]) -> None:
 def delay(bench: Bench) -> dict[str, Any]:
     """A prompt of 8,000 tokens beside eight requests that decode, then alone."""
     longest: list[float] = []
-    readers = [threading.Thread(target=gaps, args=(bench.add(128, 400), longest)) for _ in range(8)]
+    readers = [threading.Thread(target=gaps, args=(bench.add(bench.prompt(128), 400), longest)) for _ in range(8)]
     for reader in readers:
         reader.start()
     time.sleep(0.3)  # they decode
@@ -107,8 +111,8 @@ def throughput(bench: Bench, params: SamplingParams) -> float:
     """Output tokens per second of 16 requests of 128 + 256 tokens at once, the median of 5."""
     rates = []
     for _ in range(6):
-        begun = time.perf_counter()
-        handles = [bench.add(128, 256, params, stream=False) for _ in range(16)]  # read one after the other
+        prompts, begun = [bench.prompt(128) for _ in range(16)], time.perf_counter()
+        handles = [bench.add(ids, 256, params, stream=False) for ids in prompts]  # read one after the other
         for handle in handles:
             handle.result()
         rates.append(16 * 256 / (time.perf_counter() - begun))
@@ -124,7 +128,7 @@ def main() -> None:
     bench = Bench(args.shape)
     common = {"shape": args.shape, "device": torch.cuda.get_device_name(), "bits": 4, "group_size": -1}
     for _ in range(3):
-        list(bench.add(128, 64).tokens())
+        list(bench.add(bench.prompt(128), 64).tokens())
     rows: list[dict[str, Any]] = [{**common, "test": "delay", **delay(bench)}]
     for prompt in PROMPTS:
         times = [bench.first_token(prompt) for _ in range(13)][2:]

@@ -90,15 +90,20 @@ def capture(device: torch.device, pool: object = None) -> AbstractContextManager
     other torch calls inside the block are not recorded. The results of the block itself are undefined until the
     first `replay`. Recording is per thread, cannot be nested (RuntimeError), and is dropped on an exception.
 
-    pool  on CUDA a torch.cuda.graph_pool_handle() of programs that share the memory of what they leave behind: of none
-          a tensor is read after another has run but what is held
+    pool  on CUDA a `cuda.Pool` of programs that share the memory of what they leave behind: of none a tensor is read
+          after another has run but what is held
     """
     return backend(device).capture(device, pool)
 
 
-def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on `device`, through pinned memory where there is a bus to cross; on the CPU it stays as it is."""
-    return t if device.type == "cpu" else backend(device).upload([t], device)
+def to_device(t: Tensor, device: torch.device, out: Tensor | None = None) -> Tensor:
+    """A CPU tensor on `device`, through pinned memory where there is a bus to cross; on the CPU it stays as it is.
+
+    out  contiguous, of its shape and dtype, on `device`: written behind what is under way there
+    """
+    if device.type == "cpu":
+        return t if out is None else out.copy_(t)
+    return backend(device).upload([t], device, out)
 
 
 def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:

@@ -124,18 +124,30 @@ class Program:
             self.graph.replay()
 
 
+class Pool:
+    """Memory that programs have in common, which never run at the same time.
+
+    It is found again by the stream that it was made for, so they are captured on one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.handle, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+
 @contextmanager
-def capture(device: torch.device, pool: Any = None) -> Iterator[Program]:
+def capture(device: torch.device, pool: Pool | None = None) -> Iterator[Program]:
     """Record the block as a CUDA graph on a side stream, with programmatic launches.
 
-    Run the same calls once before: first use loads kernels.
+    Run the same calls once before: first use loads kernels. Unlike `torch.cuda.graph` it neither waits for what is
+    under way nor gives free memory back to the device, which takes up to a second: others are being served.
     """
     require()
-    program = Program(device)
-    with (
-        torch.cuda.device(device),
-        programmatic_launch(_programmatic.get() is not False),
-        torch.cuda.graph(program.graph, pool, stream=torch.cuda.Stream(), capture_error_mode="thread_local"),
-    ):
-        yield program
+    program, pool = Program(device), pool or Pool(device)
+    with torch.cuda.device(device), torch.cuda.stream(pool.stream):
+        program.graph.capture_begin(pool.handle, "thread_local")
+        try:
+            with programmatic_launch(_programmatic.get() is not False):
+                yield program
+        finally:
+            program.graph.capture_end()
     program.graph.instantiate()

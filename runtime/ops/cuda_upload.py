@@ -17,16 +17,20 @@ _lock = Lock()
 _ring: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # in front the slot whose copy is the oldest
 
 
-def upload(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The rows of `parts`, one part after another, contiguous on `device`.
+def upload(parts: Sequence[Tensor], device: torch.device, out: Tensor | None = None) -> Tensor:
+    """The rows of `parts`, one part after another, contiguous on `device`; in `out`, which is contiguous, if given.
 
     A single contiguous tensor that is there already comes back as it is. The copy is queued on the device's
     current stream: work on that stream finds it done, and the host may drop the parts.
     """
     if device.type == "cpu" or any(p.device.type != "cpu" for p in parts):
         there = [p.to(device) for p in parts]
-        return there[0].contiguous() if len(there) == 1 else torch.cat(there)
-    target = torch.empty(sum(p.shape[0] for p in parts), *parts[0].shape[1:], dtype=parts[0].dtype, device=device)
+        whole = there[0].contiguous() if len(there) == 1 else torch.cat(there)
+        return whole if out is None else out.copy_(whole)
+    shape = sum(p.shape[0] for p in parts), *parts[0].shape[1:]
+    target = torch.empty(shape, dtype=parts[0].dtype, device=device) if out is None else out
+    if (target.shape, target.dtype) != (shape, parts[0].dtype):
+        raise ValueError(f"upload: {shape} {parts[0].dtype} into {tuple(target.shape)} {target.dtype}; want the same")
     rest, stream = target.view(-1).view(torch.uint8), torch.cuda.current_stream(device)
     with _lock, torch.cuda.device(device):  # pinned memory, too, is made through the current card
         for pieces in _slotfuls(parts):

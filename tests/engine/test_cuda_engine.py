@@ -16,7 +16,7 @@ from nibblelm.models import family
 from nibblelm.ops import SamplingState, cuda
 from nibblelm.pages import page_count
 from nibblelm.random_weights import RandomWeights
-from nibblelm.runner import Runner
+from nibblelm.runner import Prompt, Runner
 
 USABLE, REASON = ops.cuda_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]
@@ -167,6 +167,38 @@ def test_programmatic_launches_change_nothing(bits: int, batch: int) -> None:
         assert len({token for step in want for token in step}) > 500
         for _ in range(20):
             assert generate(runners[1]) == want
+
+
+def test_prompts_one_behind_the_other_change_nothing() -> None:
+    """Programs of two sizes, each launched before the device has read the inputs of those before; tables go with the
+    prompts, of which others have the pages next."""
+    raw = {
+        "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu", "hidden_size": 256,
+        "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "vocab_size": 5000, "max_position_embeddings": 4096, "rope_theta": 10000.0,
+    }  # fmt: skip
+    device, capacity = torch.device("cuda"), 2048
+    model = family(raw).Model(RandomWeights(device, torch.bfloat16, 24, 4, -1), family(raw).read_config(raw), capacity)
+    ids = torch.randint(5000, (24, capacity), generator=torch.Generator().manual_seed(0)).tolist()
+    pages = page_count(capacity)
+    held = [range(i % 3 * pages, (i % 3 + 1) * pages) for i in range(len(ids))]
+    lengths = [(700, 130)[i % 5 == 4] for i in range(len(ids))]
+
+    def logits(runner: Runner, wait: bool) -> list[torch.Tensor]:
+        runner.reserve(2, 3 * pages)
+        results = []
+        for row, length, own in zip(ids, lengths, held, strict=True):
+            results.append(runner.prefill_together([Prompt(row[:length], 1, 0, list(own))]))
+            if wait:
+                torch.cuda.synchronize()
+        return results
+
+    with torch.inference_mode():
+        want, got = (
+            logits(Runner(model, device, torch.bfloat16, capacity, graph), not graph) for graph in (False, True)
+        )
+    assert len({float(row[0, 0]) for row in want}) > len(ids) // 2
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_context_limit(demo: Path) -> None:

@@ -25,6 +25,9 @@ class Steps:
     def __init__(self, runner: "Device", slots: list[int]) -> None:
         self._runner, self._slots = runner, slots
 
+    def launch(self, last: bool = False) -> None:
+        pass
+
     def next(self, last: bool = False) -> list[int]:
         for slot in self._slots:
             self._runner.history[slot].append(7)

@@ -41,6 +41,16 @@ def test_parts_follow_each_other(dtype: torch.dtype) -> None:
     assert same_bits(upload([part.to(DEVICE) for part in parts], DEVICE), torch.cat(parts))
 
 
+def test_into_memory_that_is_there() -> None:
+    source, target = filled(63, 172), torch.zeros(65, 172, dtype=torch.uint8, device=DEVICE)
+    torch.cuda._sleep(LONG)
+    assert upload([source], DEVICE, out=target[1:64]).data_ptr() == target[1:].data_ptr()
+    assert same_bits(target[1:64], source)
+    assert not target[[0, 64]].any()
+    with pytest.raises(ValueError, match="want the same"):
+        upload([source], DEVICE, out=target)
+
+
 def test_a_view_with_gaps() -> None:
     source = filled(63, 172)[:, 3:100]
     assert same_bits(upload([source], DEVICE), source)
