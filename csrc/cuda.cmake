@@ -50,5 +50,8 @@ if(CUDA_WANTED)
   set_target_properties(_cuda PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static)
   target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O3 -Wall -Wextra>
                                        $<$<COMPILE_LANGUAGE:CUDA>:-O3 -lineinfo -Xcompiler=-Wall>)
+  if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.9) # a quarter of the size
+    target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-compress-mode=size>)
+  endif()
   install(TARGETS _cuda DESTINATION .)
 endif()
