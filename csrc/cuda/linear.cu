@@ -49,13 +49,18 @@ bool x_aligned(const LinearWeight& w, const void* x, int64_t stride, DType dtype
   return w.k % 8 == 0 && aligned16(x, stride * (dtype == DType::f32 ? 4 : 2));
 }
 
-// Rows of x the next launch takes, of `m` that are left; more than kMaxDecodeRows by the large kernel.
-int launch_rows(const LinearWeight& w, int planes, int m, bool aligned) {
-  if (m > kMaxDecodeRows) {
-    const int rows = std::min(m, kLargeChunk);
-    if (plan_large_here(w, planes, rows, false).rows > 0) return rows;
-  }
-  return plan_here(w, planes, std::min(m, kMaxDecodeRows), aligned).m;
+// What the next launch takes.
+struct LaunchRows {
+  int rows;  // of x
+  bool large;
+};
+
+// Of `m` rows that are left.
+LaunchRows launch_rows(const LinearWeight& w, int planes, int m, bool aligned) {
+  const auto fits = [&](int rows) { return plan_large_here(w, planes, rows, false).rows > 0; };
+  if (m > kMaxDecodeRows && fits(std::min(m, kLargeChunk))) return {std::min(m, kLargeChunk), true};
+  const DecodePlan plan = plan_here(w, planes, std::min(m, kMaxDecodeRows), aligned);
+  return {plan.m, large_is_faster(w, plan) && fits(plan.m)};
 }
 
 }  // namespace
@@ -66,9 +71,10 @@ int64_t linear_workspace(const LinearWeight& w, const void* x, int64_t x_stride,
   const int planes = activation_planes(w.format, x_dtype, eight_bits);
   int64_t most{0};
   for (int row = 0, rows = 0; row < m; row += rows) {
-    rows = launch_rows(w, planes, m - row, aligned);
-    const int64_t bytes = rows > kMaxDecodeRows ? LargeBuffers(plan_large_here(w, planes, rows, false), planes).bytes
-                                                : plan_here(w, planes, rows, aligned).workspace_bytes();
+    const LaunchRows next = launch_rows(w, planes, m - row, aligned);
+    rows = next.rows;
+    const int64_t bytes = next.large ? LargeBuffers(plan_large_here(w, planes, rows, false), planes).bytes
+                                     : plan_here(w, planes, rows, aligned).workspace_bytes();
     most = std::max(most, bytes);
   }
   return most;
@@ -151,14 +157,15 @@ class ChainLauncher {
     const int planes = activation_planes(w.format, args.x_dtype, args.eight_bits);
     const int x_bytes = args.x_dtype == DType::f32 ? 4 : 2, y_bytes = args.y_dtype == DType::f32 ? 4 : 2;
     for (int row = 0, rows = 0; row < args.m; row += rows) {  // usually once
-      rows = launch_rows(w, planes, args.m - row, a.x_aligned);
+      const LaunchRows next = launch_rows(w, planes, args.m - row, a.x_aligned);
+      rows = next.rows;
       a.x = static_cast<const uint8_t*>(args.x) + row * args.x_stride * x_bytes;
       a.y = static_cast<uint8_t*>(args.y) + row * args.y_stride * y_bytes;
       if (args.residual != nullptr) {
         a.residual = static_cast<const uint8_t*>(args.residual) + row * args.residual_stride * 2;
         a.h = static_cast<uint8_t*>(args.h) + static_cast<int64_t>(row) * w.k * 2;
       }
-      if (rows > kMaxDecodeRows) {
+      if (next.large) {
         flush();
         launch_large(step, a, planes, rows);
         continue;

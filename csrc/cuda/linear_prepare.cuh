@@ -330,10 +330,11 @@ __device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const War
               : prepare_row<F, Grouped, D, false>(a, row, share, scratch, to, stage, true);
 }
 
-// Shared memory of a kernel that calls it.
+// Shared memory of a kernel that calls it: none for a short row, or there would be no room beside the block ahead.
 template <WeightFormat F, int D>
 int stage_row_bytes(const DecodeArgs& a) {
-  return kFloatActivations<F, D> ? 0 : 2 * kStepK * a.steps;
+  const bool in_registers = a.x_aligned && a.plan.row_rounds <= kMostRounds;
+  return kFloatActivations<F, D> || in_registers ? 0 : 2 * kStepK * a.steps;
 }
 
 // One block per row, for plans whose blocks copy their part's image instead of preparing it again.

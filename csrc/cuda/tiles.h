@@ -311,6 +311,13 @@ inline double large_time(const LargePlan& p, int planes, int multiprocessors) {
   return whole * std::ceil(tiles / multiprocessors) + 4e-4 * area + 2 + waiting / 12e6;
 }
 
+// Whether the large kernel takes fewer rows than it is made for: where the decode kernel would share out K over four
+// blocks or more, adding up their sums costs more (14336 x 4096 at 16 rows, int4, 16.3 us for 21.1 on an H200; at 8
+// rows and four blocks, 28672 x 8192, 44.9 for 43.4). With two digits, as measured.
+inline bool large_is_faster(const LinearWeight& w, const DecodePlan& p) {
+  return w.integer() && p.column_bytes == 2 && p.m > kMaxDecodeRows / 2 && p.parts() >= 4;
+}
+
 // For m rows of x, at most kLargeChunk; `rows` is 0 where shared memory does not hold a tile.
 inline LargePlan plan_large(const LinearWeight& w, int planes, int m, int multiprocessors, int architecture,
                             bool wgmma) {
