@@ -273,26 +273,40 @@ void allow_shared_memory(Kernel* kernel, int bytes, What what) {
         what());
 }
 
-// Launches `kernel` on `launch.stream`, raising its shared memory limit where needed. `what()` builds the text for the
-// error message ("rms_norm x=(3, 4096) bf16") and runs only on failure.
+// Launches `kernel` on `launch.stream` in clusters of `cluster` blocks, raising its shared memory limit where needed.
+// `what()` builds the text for the error message ("rms_norm x=(3, 4096) bf16") and runs only on failure.
 template <typename What, typename... Params, typename... Args>
-void launch_kernel(const Launch& launch, What what, void (*kernel)(Params...), dim3 grid, dim3 block,
-                   size_t shared_bytes, Args... args) {
+void launch_cluster(const Launch& launch, What what, void (*kernel)(Params...), int cluster, dim3 grid, dim3 block,
+                    size_t shared_bytes, Args... args) {
   if (shared_bytes > 48 * 1024) allow_shared_memory(kernel, static_cast<int>(shared_bytes), what);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  int count = 0;
+  if (launch.programmatic) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(launch.stream);
-  config.attrs = &attribute;
-  config.numAttrs = launch.programmatic ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
   if (status != cudaSuccess) {
     check(status, what());
   }
+}
+
+// The same without clusters.
+template <typename What, typename... Params, typename... Args>
+void launch_kernel(const Launch& launch, What what, void (*kernel)(Params...), dim3 grid, dim3 block,
+                   size_t shared_bytes, Args... args) {
+  launch_cluster(launch, what, kernel, 1, grid, block, shared_bytes, args...);
 }
 
 }  // namespace nibblelm::cuda

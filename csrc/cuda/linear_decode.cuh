@@ -6,10 +6,12 @@
 // The rows of x are the 8 columns of the tensor-core tile, one tile per plane (linear_planes.cuh); integer products are
 // exact in int32. The warps of a strip deliver their sums and go on to the next strip; they take turns in adding them.
 // Slices, which depend on K alone, are added from left to right: every m, split over blocks and grid gives the same
-// bits.
+// bits. Blocks that share a strip's K leave sums in memory, where the last to arrive adds them; two of them, where
+// there are clusters, store them in each other's shared memory instead (Joined).
 #pragma once
 
 #include "barrier.cuh"
+#include "cluster.cuh"
 #include "grid_barrier.cuh"
 #include "linear_prepare.cuh"
 #include "linear_reduction.cuh"
@@ -20,8 +22,10 @@ namespace nibblelm::cuda {
 // A prepared image on its way to shared memory by bulk copies: work starts when its first slice is there.
 struct ImageCopy {
   static constexpr bool kBulk{kArchitecture >= 90};  // else the block copies it and waits
+  static constexpr bool kJoins{joins_blocks(kArchitecture)};
   const DecodePlan& p;
   uint32_t barriers;  // of every slice, and of the sums and scales
+  int extra;          // bytes that others copy beside the latter
 
   __device__ __forceinline__ void init() const {
     if (threadIdx.x != 0) return;
@@ -37,7 +41,7 @@ struct ImageCopy {
     if (lane > slices) return;
     const int begin = lane == slices ? p.sums_at : begin_of(lane);
     const int end = lane == slices ? p.image_bytes : begin_of(lane + 1);
-    barrier_arrive_expect(barriers + lane * 8, end - begin);
+    barrier_arrive_expect(barriers + lane * 8, end - begin + (lane == slices ? extra : 0));
     copy_bulk(to + begin, from + begin, end - begin, barriers + lane * 8);
   }
 };
@@ -51,10 +55,10 @@ struct RingAt {
 };
 
 // What a warp needs of a link beside its image, made before it waits for the link's x.
-template <WeightFormat F, bool Grouped, int D, int C>
+template <WeightFormat F, bool Grouped, int D, int C, bool Joined>
 struct LinkAt {
   using Tiles = Tile<F, Grouped, D, C>;
-  using Reduce = Reduction<F, Grouped, D, C>;
+  using Reduce = Reduction<F, Grouped, D, C, Joined>;
   static constexpr int kChunk{8 * D * Format<F>::kPlaneBytes};
   const DecodeArgs& a;
   const WarpPart w;
@@ -82,8 +86,8 @@ struct LinkAt {
     if constexpr (Grouped) {
       sums = keep(shared_address(shared + p.image_at + p.sums_at) + first_group * kGroupWords<D> * C * 4);
     }
-    strip_words = keep(p.m * p.block_slices() * kStripRows * Reduce::kWords);
-    red = keep(p.red_at + w.sub * p.depth * strip_words * 4);
+    strip_words = keep(p.m * (Joined ? p.slices() : p.block_slices()) * kStripRows * Reduce::kWords);
+    red = keep(p.red_at + (Joined ? w.sub / 2 : w.sub) * p.depth * strip_words * 4);
     full = keep(shared_address(shared + p.barriers_at) + (link * kLinkBarriers + w.sub * 2 * p.depth) * 8);
     empty = full + p.depth * 8;
     planes = planes_of(w.first_slice);
@@ -125,12 +129,12 @@ struct LinkAt {
 };
 
 // The strips of one link, its image being in shared memory. refill(slot) asks for the next stage of the stream.
-template <WeightFormat F, bool Grouped, int D, int C, class Refill>
-__device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingAt& ring, const ImageCopy& copy,
+template <WeightFormat F, bool Grouped, int D, int C, bool Joined, class Refill>
+__device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C, Joined>& at, RingAt& ring, const ImageCopy& copy,
                                              Refill refill) {
   using Fmt = Format<F>;
   using Tiles = Tile<F, Grouped, D, C>;
-  using Reduce = Reduction<F, Grouped, D, C>;
+  using Reduce = Reduction<F, Grouped, D, C, Joined>;
   constexpr bool kCopied{ImageCopy::kBulk && C > 1};
   constexpr int kStages{Stream<F, Grouped, C>::kStages};
   const DecodeArgs& a = at.a;
@@ -139,15 +143,22 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingA
   const int lane = threadIdx.x % kWarp, me = w.me;
   uint8_t* const shared = at.shared;
   const int* const sums = reinterpret_cast<const int*>(shared + p.image_at + p.sums_at);
-  const float* const scales = reinterpret_cast<const float*>(shared + p.image_at + p.scales_at);
+  const float* const scales =
+      reinterpret_cast<const float*>(shared + (Joined ? p.joined_scales_at : p.image_at + p.scales_at));
 
   const float* const x_totals = reinterpret_cast<const float*>(shared + p.image_at + p.totals_at);
   float x_total{__uint_as_float(0x7fc00000u)};  // of the one row of x that the block has prepared itself
   int turn{0};                                  // strips this warp has delivered
+  const int owner = w.sub % 2;
+  const bool owns = !Joined || owner == at.part;
+  const auto wait_at = [](uint32_t barrier, int phase) {
+    Joined ? cluster_barrier_wait(barrier, phase & 1) : barrier_wait(barrier, phase & 1);
+  };
+  if constexpr (Joined) cluster_wait();  // the other block's barriers are made
 #pragma unroll 1
   for (int strip = w.first_strip; strip < a.strips; strip += w.strip_step, ++turn) {
     const int in_flight = turn & (p.depth - 1), lap = turn >> p.depth_log;
-    const bool finishes = C == 1 ? (turn & (p.strip_warps() - 1)) == me : 2 * me < p.m;
+    const bool finishes = C == 1 ? (turn & (p.strip_warps() - 1)) == me : owns && 2 * me < p.m;
     RowTerms rows[2]{};
     if (C > 1 && p.delivers() && finishes) at.bits = at.read_bits(strip);
     if (Fmt::kInteger && !Grouped && C > 1 && !p.delivers()) {
@@ -156,7 +167,7 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingA
                      [&]<class T>(int from) { return *reinterpret_cast<const T*>(record + from); });
     }
     int* const red = reinterpret_cast<int*>(shared + at.red) + in_flight * at.strip_words;
-    const Reduce reduce{a, sums, scales, red, at.part, strip, lane};
+    const Reduce reduce{a, sums, scales, red, at.part, strip, lane, owner};
     GroupAt<F> group{at.form, at.group_mask, at.sums, 0};
     const auto multiply_slice = [&](Tiles& tile, PlaneAt<Tiles::kTiles> here, int stages, int k) {
 #pragma unroll 1
@@ -201,8 +212,8 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingA
         multiply_slice(tile, at.planes_of(slice), at.stage_at(slice + 1) - stage, stage * Fmt::kStageK);
         reduce.read(tile, value);
         if (p.delivers()) {
-          if (i == 0 && lap > 0) barrier_wait(at.empty + in_flight * 8, (lap - 1) & 1);
-          reduce.deliver(value, slice);
+          if (i == 0 && lap > 0) wait_at(at.empty + in_flight * 8, lap - 1);
+          reduce.deliver(value, Joined ? (at.part << p.block_log) + slice : slice);
         } else {
           reduce.add(total, value, slice);
         }
@@ -212,7 +223,8 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingA
         continue;
       }
     }
-    barrier_arrive(at.full + in_flight * 8);
+    const uint32_t full = at.full + in_flight * 8;
+    Joined ? cluster_barrier_arrive(cluster_address(full, owner)) : barrier_arrive(full);
     if (finishes) {
       const RowTerms terms = Fmt::kInteger && !Grouped ? at.bits.terms(at.form, lane % kStripRows) : RowTerms{};
       const float bias = at.bits.bias;
@@ -222,10 +234,17 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C>& at, RingA
           x_total = row_total<D>(sums, 1, scales, 1, p.block_slices());
         }
       }
-      barrier_wait(at.full + in_flight * 8, lap & 1);
+      wait_at(full, lap);
       reduce.finish(terms, bias, C == 1 && a.images == nullptr ? nullptr : x_totals, x_total, C == 1 ? 0 : me);
     }
-    if (finishes || C > 1) barrier_arrive(at.empty + in_flight * 8);
+    if constexpr (Joined) {  // only where a block will wait for it: it might have ended before
+      if (owns && strip + p.depth * w.strip_step < a.strips) {
+        const uint32_t empty = at.empty + in_flight * 8;
+        cluster_barrier_arrive(cluster_address(empty, 0)), cluster_barrier_arrive(cluster_address(empty, 1));
+      }
+    } else if (finishes || C > 1) {
+      barrier_arrive(at.empty + in_flight * 8);
+    }
   }
 }
 
@@ -240,9 +259,10 @@ __device__ __forceinline__ void ask_for_records(const DecodeArgs& a) {
 }
 
 // With one row of x at most 96 registers a thread, so that a block of attention fits beside; up to 4 rows, two blocks.
-template <WeightFormat F, bool Grouped, int D, int C>
+template <WeightFormat F, bool Grouped, int D, int C, bool Joined>
 __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     linear_decode_kernel(const __grid_constant__ DecodeChain chain) {
+  if constexpr (Joined && !ImageCopy::kJoins) return;  // never launched
   using Fmt = Format<F>;
   constexpr bool kCopied{ImageCopy::kBulk && C > 1};
   using Ring = Stream<F, Grouped, C>;
@@ -272,8 +292,9 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
   if (const int link = threadIdx.x / kLinkBarriers, i = threadIdx.x % kLinkBarriers; link < links) {
     const DecodePlan& p = chain.links[C == 1 ? link : 0].plan;
     if (i < 2 * p.depth * p.block_strips) {
+      const bool full = i % (2 * p.depth) < p.depth;
       barrier_init(shared_address(shared + p.barriers_at) + threadIdx.x * 8,
-                   kWarp * (i % (2 * p.depth) < p.depth || C > 1 ? p.strip_warps() : 1));
+                   kWarp * (full || C > 1 ? p.strip_warps() : 1) << (Joined && full));
     }
   }
   GridBarrier grid{reinterpret_cast<uint32_t*>(chain.barrier)};
@@ -281,21 +302,28 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
   for (int link = 0; link < links; ++link) {
     const DecodeArgs& a = chain.links[C == 1 ? link : 0];
     const DecodePlan& p = a.plan;
-    LinkAt<F, Grouped, D, C> at(a, link, shared);
+    LinkAt<F, Grouped, D, C, Joined> at(a, link, shared);
     uint8_t* const image = shared + p.image_at;
-    const ImageCopy copy{p, shared_address(shared + p.image_barriers_at)};
+    const int part_scales = p.block_slices() * C * 4;
+    const ImageCopy copy{p, shared_address(shared + p.image_barriers_at), Joined ? 2 * part_scales : 0};
     const auto wait = [&] {
       link == 0 ? dependency_wait() : grid.wait();
       if (link == links - 1) dependency_release();
     };
     if constexpr (kCopied) {
       copy.init();
+      if constexpr (Joined) barrier_init_fence();  // of those that other threads have made
       __syncthreads();
+      if constexpr (Joined) cluster_arrive();
       wait();
       if (warp == 0) {
         copy.start(a.images + at.part * p.image_bytes, shared_address(image), [&](int slice) {
           return p.planes_at + p.planes_of(slice, 0, at.step_at(slice) - at.step_at(0), 0);
         });
+        if (Joined && lane < 2) {
+          copy_bulk(shared_address(shared + p.joined_scales_at) + lane * part_scales,
+                    a.images + lane * p.image_bytes + p.scales_at, part_scales, copy.barriers + p.block_slices() * 8);
+        }
       }
     } else {
       prepare_image<F, Grouped, D, C>(a, image, shared + p.red_at, at.part, wait);
@@ -303,7 +331,7 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     __syncthreads();
     if constexpr (kCopied) barrier_wait(copy.barriers + p.block_slices() * 8, 0);
     if (Grouped && link + 1 < links) ask_for_records(chain.links[link + 1]);
-    compute_link<F, Grouped, D, C>(at, ring, copy, refill);
+    compute_link<F, Grouped, D, C, Joined>(at, ring, copy, refill);
     if (link + 1 < links) grid.arrive();
   }
 }
@@ -323,8 +351,15 @@ void launch_decode(const DecodeChain& chain, const Launch& launch, const std::st
     grid = std::max(grid, chain.links[i].plan.grid);
     shared_bytes = std::max(shared_bytes, chain.links[i].plan.shared_bytes);
   }
-  launch_kernel(launch, text, linear_decode_kernel<F, Grouped, D, C>, dim3(grid), dim3(kDecodeThreads), shared_bytes,
-                chain);
+  if constexpr (C > 1) {
+    if (a.plan.joined) {
+      launch_cluster(launch, text, linear_decode_kernel<F, Grouped, D, C, true>, 2, dim3(grid), dim3(kDecodeThreads),
+                     shared_bytes, chain);
+      return;
+    }
+  }
+  launch_kernel(launch, text, linear_decode_kernel<F, Grouped, D, C, false>, dim3(grid), dim3(kDecodeThreads),
+                shared_bytes, chain);
 }
 
 template <WeightFormat F, bool Grouped, int D>

@@ -1,6 +1,7 @@
 // From the sums of slices to results: added from left to right, so that every kernel can.
 #pragma once
 
+#include "cluster.cuh"
 #include "linear_tile.cuh"
 #include "silu.cuh"
 
@@ -30,8 +31,9 @@ __device__ __forceinline__ void store_rows(const DecodeArgs& a, int strip, int l
   }
 }
 
-// Where the warps of a strip leave their sums: [strip in flight][slice][row of x][row of the strip][word].
-template <WeightFormat F, bool Grouped, int D, int C>
+// Where the warps of a strip leave their sums: [strip in flight][slice][row of x][row of the strip][word]. Joined: in
+// the block of the strip's two that adds them up.
+template <WeightFormat F, bool Grouped, int D, int C, bool Joined>
 struct Reduction {
   // One row of x leaves most lanes without a result, so its digit sums are scaled by the warp that adds them.
   static constexpr bool kRaw{Format<F>::kInteger && !Grouped && C == 1};
@@ -40,9 +42,10 @@ struct Reduction {
   static constexpr int kValues{Tiles::kTiles * Tiles::kColumns * 2};  // of a lane: [tile][column][row half]
   const DecodeArgs& a;
   const int* sums;
-  const float* scales;
-  int* red;  // of this strip in flight
+  const float* scales;  // of the slices that are added here
+  int* red;             // of this strip in flight
   int part, strip, lane;
+  int owner;  // Joined: the rank of that block
 
   // A slice's sums of this lane, over its scale.
   __device__ __forceinline__ void read(const Tiles& tile, float (&value)[kValues]) const {
@@ -84,7 +87,13 @@ struct Reduction {
   __device__ __forceinline__ void deliver(const float (&value)[kValues], int from) const {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      if (int* const to = place(i, from)) *to = __float_as_int(value[i]);
+      int* const to = place(i, from);
+      if (to == nullptr) continue;
+      if constexpr (Joined) {
+        cluster_store(cluster_address(to, owner), value[i]);
+      } else {
+        *to = __float_as_int(value[i]);
+      }
     }
   }
 
@@ -153,7 +162,7 @@ struct Reduction {
     static_assert(kMaxSlices == 8);
     constexpr int kHeld{C == 1 ? 4 : kMaxSlices};  // slices of a lane
     const DecodePlan& p = a.plan;
-    const int rounds = C == 1 ? 1 : (p.m + 1) / 2, count = p.block_slices();
+    const int rounds = C == 1 ? 1 : (p.m + 1) / 2, count = Joined ? p.slices() : p.block_slices();
     const int row = lane % kStripRows, half = lane / kStripRows, m_count = C == 1 ? 1 : p.m;
     const int first = C == 1 ? 4 * half : 0;
     float* const partials = a.partials + static_cast<int64_t>(strip) * m_count * kStripRows + row;
@@ -165,7 +174,7 @@ struct Reduction {
       float value[kHeld];
 #pragma unroll
       for (int s = 0; s < kHeld; ++s) value[s] = delivered(min(first + s, count - 1), m, row);
-      if (p.parts_log > 0) {
+      if (!Joined && p.parts_log > 0) {
         float* const to = partials + (part << p.block_log) * slice_step + m * kStripRows;
 #pragma unroll
         for (int s = 0; s < kHeld; ++s) {
@@ -189,7 +198,7 @@ struct Reduction {
       store(m, row, finished(sum, terms, x_totals != nullptr ? x_totals[m] : x_total), bias,
             C == 1 ? half == 1 : wanted);
     }
-    if (p.parts_log == 0) return;
+    if (Joined || p.parts_log == 0) return;
     // The block that arrives last adds the slices, in their order. Four bits of a counter for every warp of a strip.
     __threadfence();
     __syncwarp();

@@ -21,6 +21,10 @@ constexpr bool small_shared_memory(int architecture) {
   return architecture == 86 || architecture == 89 || architecture >= 120;
 }
 
+// Whether two blocks that share K can be a cluster and give each other their sums: on these, clusters of two run on all
+// multiprocessors, and of four on 120 of 132 (H200).
+constexpr bool joins_blocks(int architecture) { return architecture >= 90 && !small_shared_memory(architecture); }
+
 // Bytes of weights in flight per warp; 4.35 TB/s x 1 us / 132 SMs is 33 KB an SM (H200). With one row of x, the rings
 // of 16 warps go on filling while the links of a chain wait for each other; at int4 they leave room for a block of
 // attention (66 KB) beside them, which costs int8 more than it gains. 16 rows of x need the room themselves, and up to
@@ -86,6 +90,7 @@ struct DecodePlan {
   int depth_log;
   int ring_stages;  // of a warp
 
+  bool joined;     // the two blocks of a strip are a cluster, and each adds up every other strip of the two
   bool prepared;   // the planes come from linear_planes_kernel
   int row_rounds;  // of 8 activations for a thread of the block that prepares a row
 
@@ -94,7 +99,7 @@ struct DecodePlan {
   int planes_at, sums_at, scales_at, totals_at;  // in the image of a part
   int image_bytes;                               // a multiple of 16
   int record_slot;                               // bytes of records beside a stage of weights with groups
-  int records_at, barriers_at, image_at, red_at, image_barriers_at,
+  int records_at, barriers_at, image_at, red_at, image_barriers_at, joined_scales_at,
       shared_bytes;  // in shared memory, behind the ring of weights
 
   NIBBLELM_HOST_DEVICE int slices() const { return 1 << slices_log; }
@@ -119,12 +124,13 @@ struct DecodePlan {
 
 // The shared memory of one choice of (m, block_slices); the offsets are where the kernel finds its parts.
 inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int slices_log, int block_log, int own_log,
-                                int depth, int ring) {
+                                int depth, int ring, bool clusters) {
   DecodePlan p{};
   p.m = m;
   p.slices_log = slices_log;
   p.block_log = block_log;
   p.parts_log = slices_log - block_log;
+  p.joined = clusters && m > 1 && p.parts() == 2;
   p.own_log = own_log;
   p.block_strips = kDecodeWarps >> (block_log - own_log);
   p.strips = w.strips();
@@ -160,7 +166,8 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.red_at = p.image_at + p.image_bytes;
   const int words = w.integer() && !grouped && m == 1 ? planes : 1;  // raw sums of every digit, or one float
   p.image_barriers_at = p.red_at + (p.delivers() ? (kDecodeWarps << own_log) * depth * m * kStripRows * words * 4 : 0);
-  p.shared_bytes = p.image_barriers_at + (p.block_slices() + 1) * 8;
+  p.joined_scales_at = (p.image_barriers_at + (p.block_slices() + 1) * 8 + 15) / 16 * 16;
+  p.shared_bytes = p.joined_scales_at + (p.joined ? p.slices() * columns * 4 : 0);
   return p;
 }
 
@@ -187,7 +194,8 @@ inline DecodePlan plan_decode(const LinearWeight& w, int planes, int m, bool ali
         for (int depth = rows == 1 ? kMaxDepth : 2; depth >= 1; depth /= 2) {
           const int columns = decode_columns(rows, digit_columns(w.integer(), planes));
           const int ring = ring_bytes(w.format, columns, small);
-          DecodePlan p = decode_layout(w, planes, rows, slices_log, block_log, own_log, depth, ring);
+          DecodePlan p =
+              decode_layout(w, planes, rows, slices_log, block_log, own_log, depth, ring, joins_blocks(architecture));
           if (p.shared_bytes > shared_limit) continue;
           // Only that kernel reads x element by element, or sees a whole row where blocks do not.
           p.prepared = p.prepared || !aligned || p.parts_log > 0;

@@ -62,7 +62,7 @@ class TestQuantized:
 
     @pytest.mark.parametrize("bits", [4, 8])
     @pytest.mark.parametrize("group", [-1, 128])
-    @pytest.mark.parametrize(("n", "k"), [(528, 4096), (100, 14336), (64, 2048)])
+    @pytest.mark.parametrize(("n", "k"), [(528, 4096), (100, 14336), (64, 2048), (5000, 8192)])
     def test_rows_are_bit_equal_for_every_m(self, bits: int, group: int, n: int, k: int) -> None:
         weight, truth = quantized(n, k, bits, group, "zero", torch.bfloat16)
         packed = ops.pack_linear([weight], DEVICE)
