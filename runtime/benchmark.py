@@ -108,7 +108,7 @@ def measure(
     """
     pages = load.batch * page_count(load.context) if pages is None else pages
     runner.reserve(load.batch + 1, pages + 1)
-    engine = Engine(runner, Scheduler(load.batch, pages, STEP_TOKENS[runner.device.type]))
+    engine = Engine(runner, Scheduler(load.batch, pages, STEP_TOKENS[runner.device.type], runner.model.config.window))
     try:
         runs = _Runs(engine, runner.model.config.vocab_size, load)
         runs.warm_up(warmup)
@@ -139,7 +139,7 @@ def measure_drafts(
     vocab_size, device = runner.model.config.vocab_size, runner.device.type
     texts: dict[tuple[int, ...], list[int]] = {}
     speculation = Speculation(lambda prompt: Replay(texts[tuple(prompt)], right, vocab_size), STEP_COST[device])
-    scheduler = Scheduler(load.batch, pages, STEP_TOKENS[device])
+    scheduler = Scheduler(load.batch, pages, STEP_TOKENS[device], runner.model.config.window)
     engine = Engine(runner, scheduler, speculation=speculation)
     rates: dict[bool, list[float]] = {False: [], True: []}
     try:
@@ -170,7 +170,7 @@ def measure_mixed(runner: Runner, pages: int | None = None, requests: int = 256,
     vocab_size, device = runner.model.config.vocab_size, runner.device
     ids = prompts(Load(1024, batch=requests), vocab_size)
     runner.reserve(requests + 1, pages + 1)
-    engine = Engine(runner, Scheduler(requests, pages, STEP_TOKENS[device.type]))
+    engine = Engine(runner, Scheduler(requests, pages, STEP_TOKENS[device.type], runner.model.config.window))
 
     def seconds() -> float:
         begun = time.perf_counter()

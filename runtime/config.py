@@ -133,6 +133,11 @@ class DecoderConfig:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # 0: none
 
+    @property
+    def window(self) -> int:
+        """How many positions a token sees in the layer where it sees most, its own among them; 0: all before it."""
+        return max(self.windows) if all(self.windows) else 0
+
     def rope_of(self, layer: int) -> RopeConfig | None:
         """How a layer's q and k are rotated."""
         if layer in self.unrotated:

@@ -24,7 +24,7 @@ from nibblelm.request import GenerationOutput, LogitsRequest, Request, StreamPie
 from nibblelm.rope import rope_bytes
 from nibblelm.runner import Runner, workspace_bytes
 from nibblelm.sampling_params import SamplingParams
-from nibblelm.scheduler import Scheduler
+from nibblelm.scheduler import Scheduler, least_pages, most_pages
 from nibblelm.speculation import speculation
 from nibblelm.structured import Guides
 from nibblelm.tokenizer import Tokenizer, load_tokenizer
@@ -63,7 +63,8 @@ class LLM:
     strict       make unknown keys of config.json an error
     graph        replay decode steps as recorded programs (False: call by call, the same tokens)
     kv_memory    bytes for keys and values, default what `max_sequences` of the whole context take, but at most 60 % of
-                 what is free; on the CPU they are taken as they are used. A context that was not asked for is cut to it
+                 what is free; on the CPU they are taken as they are used. A context that was not asked for is cut to
+                 it. Where every layer has a sliding window, a sequence takes no more than its window and a step need
     max_sequences   sequences that are computed together, default 64 on the CPU and 256 on CUDA; others wait
     speculate    "ngram": draft what may come next from prompt and output; the tokens are the same (docs/serving.md)
 
@@ -109,12 +110,14 @@ class LLM:
         self._guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
         check_tensors(checkpoint, tensor_plan(checkpoint.config), self.config.tied)
         self.kv_pages = self._plan_pages(checkpoint, kv_memory, max_context is not None)
-        self.max_context = min(self.max_context, self.kv_tokens)
+        if self.kv_pages < least_pages(self.max_context, self.config.window):
+            self.max_context = min(self.max_context, self.kv_tokens)
         weights = CheckpointWeights(checkpoint, self.device, self.dtype, self.activations)
         network = family(checkpoint.config).Model(weights, self.config, self.max_context)
         self.runner = Runner(network, self.device, self.kv_dtype, self.max_context, graph)
         self.runner.reserve(self.max_sequences + 1, self.kv_pages + 1)
-        scheduler = Scheduler(self.max_sequences, self.kv_pages, STEP_TOKENS[self.device.type])
+        budget = STEP_TOKENS[self.device.type]
+        scheduler = Scheduler(self.max_sequences, self.kv_pages, budget, self.config.window)
         self.engine = Engine(self.runner, scheduler, speculation=drafts)
         self.weight_bytes = weights.streamed_bytes
         self.load_s = time.perf_counter() - begun
@@ -131,7 +134,9 @@ class LLM:
         """Pages of keys and values. `asked`: the whole context was asked for by name, so that less will not do."""
         c = self.config
         self._page_bytes = page_bytes = bytes_per_page(c.layers, c.kv_heads, c.head_dim, self.kv_dtype, self.device)
-        wanted = page_count(self.max_context)
+        wanted, least = page_count(self.max_context), least_pages(self.max_context, c.window)
+        if c.window:
+            wanted = min(wanted, most_pages(STEP_TOKENS[self.device.type][0], c.window))
         others = dict(
             weights=sum(checkpoint.info(name).nbytes for name in checkpoint.names()),
             rope=rope_bytes(self.config, self.max_context, self.max_sequences + 1),
@@ -145,10 +150,10 @@ class LLM:
             pages = min(self.max_sequences * wanted, kv_memory // page_bytes)
         else:
             pages = kv_memory // page_bytes
-        if pages < (wanted if asked else 1):
+        if pages < (least if asked else 1):
             raise RequestError(
                 f"{kv_memory / 2**20:.1f} MiB for keys and values hold {pages * PAGE} tokens of this model, in pages "
-                f"of {PAGE}; {wanted * page_bytes / 2**20:.1f} MiB hold the context of {self.max_context}: choose a "
+                f"of {PAGE}; {least * page_bytes / 2**20:.1f} MiB hold the context of {self.max_context}: choose a "
                 "smaller max_context (--ctx-size), or name as much as this with kv_memory (--kv-memory)"
             )
         return pages

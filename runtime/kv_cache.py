@@ -7,23 +7,21 @@ from torch import Tensor
 
 from nibblelm.memory import reserved
 from nibblelm.ops import PAGE, Int8Pages, Pages, to_device
-from nibblelm.pages import page_count
+from nibblelm.pages import NO_PAGE, page_count
 
 FEW = 3
 """Slots whose tables go to a device one by one: as many calls as one copy of them all and the kernels behind it."""
-
-NO_PAGE = -1
-"""The entry of a table after a sequence's last page; those beyond mean nothing."""
 
 
 class KVCache:
     """A pool of pages for `slots` sequences of up to `capacity` positions, rounded up to whole pages.
 
     `keys[layer]` and `values[layer]` are (pages, kv heads, PAGE, head_dim) of `dtype`; torch.int8 makes them Int8Pages.
-    `tables` (slots, W) int32 says which page has which positions of a slot (`nibblelm.ops`). Without `pages` there are
-    enough for all slots, which have them in their order; else no slot has any until `set_pages`. On the CPU the pool is
-    reserved address space, and memory is taken as pages are written, so a long context limit costs nothing until it is
-    used. On CUDA it is allocated at once.
+    `tables` (slots, W) int32 says which page has which positions of a slot (`nibblelm.ops`): NO_PAGE after the last;
+    entries beyond mean nothing, and on the CPU take no memory. Without `pages` there are enough for all slots, which
+    have them in their order; else no slot has any until `set_pages`. On the CPU the pool is reserved address space, and
+    memory is taken as pages are written, so a long context limit costs nothing until it is used. On CUDA it is
+    allocated at once.
     """
 
     def __init__(
@@ -51,7 +49,8 @@ class KVCache:
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         """Give `slot` these pages for its positions from 0 on, in the device's order of work; it has no others.
 
-        Raises ValueError where there is no such page, or one too many for the slot.
+        NO_PAGE stands for one that attention reads no more: the CPU's kernels refuse to, those of CUDA would read some
+        other page, and none writes there. Raises ValueError where there is no such page, or one too many for the slot.
         """
         self.set_tables({slot: pages})
 
@@ -59,7 +58,7 @@ class KVCache:
         """`set_pages` for several slots. The host waits for nothing that is under way."""
         width = self.tables.shape[1]
         for slot, held in pages.items():
-            if len(held) > width or any(not 0 <= page < self.pages for page in held):
+            if len(held) > width or any(not NO_PAGE <= page < self.pages for page in held):
                 raise ValueError(
                     f"pages {list(held)} for slot {slot}: a slot takes at most {width} of the pages 0 to "
                     f"{self.pages - 1}"

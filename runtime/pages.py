@@ -8,6 +8,9 @@ from nibblelm import _cpu
 PAGE: int = _cpu.PAGE
 """Positions of one sequence that one page holds."""
 
+NO_PAGE = -1
+"""In place of a sequence's page: behind its last one, and where it has given one back."""
+
 ROOT = 0
 """The chain of a prompt before its first page; numbers below it are those of prompts that are computed otherwise."""
 

@@ -13,11 +13,11 @@ from nibblelm.config import DecoderConfig
 from nibblelm.decode_steps import IDLE, DecodeStep, SampledSteps
 from nibblelm.errors import RequestError
 from nibblelm.graph import Graph, Value, fused, record
-from nibblelm.kv_cache import NO_PAGE, KVCache, bytes_per_page
+from nibblelm.kv_cache import KVCache, bytes_per_page
 from nibblelm.layers import Step
 from nibblelm.memory import require_memory
 from nibblelm.ops import SamplingState, prompt_tiles
-from nibblelm.pages import ROOT, page_count
+from nibblelm.pages import NO_PAGE, ROOT, page_count
 from nibblelm.rope import Rope
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}

@@ -9,6 +9,9 @@ same step. They are no part of the sequence; what those that turn out wrong left
 First come, first served: in each step every sequence that generates comes first, oldest first, then prompts fill the
 budget. When pages run out, a sequence whose reader sits out gives up its own, then the newest does. The oldest that is
 not held up by its reader can take every page it needs, so something always goes on.
+
+With a window a sequence gives back the pages that no later token of it sees; others may have them still, or find them.
+One that was preempted begins anew, with pages for its beginning.
 """
 
 from bisect import insort
@@ -18,7 +21,7 @@ from heapq import heappop, heappush
 from typing import Any
 
 from nibblelm.errors import RequestError
-from nibblelm.pages import PAGE, ROOT, PagePool, page_count
+from nibblelm.pages import NO_PAGE, PAGE, ROOT, PagePool, page_count
 
 AHEAD = 1
 """Positions beyond the one to be computed that a generating sequence has pages for: a device runs a step ahead."""
@@ -36,7 +39,7 @@ class Sequence:
     prompt   how many of `ids` are the prompt
     limit    how many tokens it may come to have
     share    how many tokens of its beginning pages that others computed may stand in for
-    whole    its prompt is not cut: its tokens see those that come after them
+    whole    its prompt is not cut: its tokens see those that come after them, and there is no window
     root     the chain before its first page: those of another one's are not found
     owner    whatever the engine knows it by
     """
@@ -54,6 +57,7 @@ class Sequence:
     slot: int = -1  # -1: not running
     parked: bool = False  # its reader is behind
     pages: list[int] = field(default_factory=list)
+    dropped: int = 0  # of `pages`, those at the beginning that it has given back: NO_PAGE
     draft: list[int] = field(default_factory=list)  # for the next step, where only the newest token is not computed
     published: int = 0  # pages of its prompt that can be found
     chain: int = ROOT  # the chain that the last of them ends, `root` before the first
@@ -98,13 +102,16 @@ class Scheduler:
 
     budget  tokens of a step without a sequence that generates, and of a step with some: what they may wait for. Where
             many wait for their first token, it is the former: they wait too
+    window  positions that a token sees in any layer, its own among them; 0: some layer sees all. Sequences have one
+            page table for all layers, so only where all have a window can pages be given back
     """
 
-    def __init__(self, slots: int, pages: int, budget: tuple[int, int]) -> None:
+    def __init__(self, slots: int, pages: int, budget: tuple[int, int], window: int = 0) -> None:
         self.pool = PagePool(pages)
         self.running: list[Sequence] = []  # oldest first, like `waiting`
         self.waiting: list[Sequence] = []
-        self._budget = budget
+        self._budget, self._window = budget, window
+        self._most = min(pages, most_pages(budget[0], window) if window else pages)
         self._slots = list(range(slots))
         self._moved: dict[Sequence, None] = {}
         self._arrivals = 0
@@ -113,7 +120,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Enter a new sequence. Raises RequestError if it could not even run alone."""
-        check_size(sequence.limit, self.pool.count)
+        check_size(sequence.limit, self.pool.count, self._window)
         self._arrivals += 1
         sequence.arrival = self._arrivals
         self.waiting.append(sequence)
@@ -148,6 +155,8 @@ class Scheduler:
         """The next step. What it computes must be reported by `advance` before the next plan is made."""
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
+        for s in self.running if self._window else ():
+            self._drop(s)
         for s in list(self.running):
             if s.parked or s.slot < 0:  # an older one took its pages just now
                 continue
@@ -200,7 +209,7 @@ class Scheduler:
     def _chunk(self, s: Sequence, budget: int, begun: set[tuple[int, tuple[int, ...]]]) -> Chunk | None:
         """At most `budget` tokens of a prompt; None where its next page is underway elsewhere or there is no page."""
         self._adopt(s)
-        last = s.prompt if s.whole else min(s.computed + budget, s.prompt)
+        last = s.prompt if s.whole else min(s.computed + budget, s.prompt, (s.dropped + self._most) * PAGE)
         start = s.published * PAGE
         key = s.chain, tuple(s.ids[start : start + PAGE])
         if s.computed == start and self._may_adopt(s) and key in begun:
@@ -217,7 +226,7 @@ class Scheduler:
             end = s.computed + PAGE
             found = self.pool.find(s.chain, s.ids[s.computed : end])
             if found is None:
-                return
+                break
             page, s.chain = found
             for unused in s.pages[s.published :]:  # taken for a chunk that did not come about
                 self.pool.release([unused])
@@ -227,6 +236,16 @@ class Scheduler:
             s.reused += PAGE
             s.computed = end
             self._moved[s] = None
+        self._drop(s)
+
+    def _drop(self, s: Sequence) -> None:
+        """Give back the pages before the window of the next token: drafts, and a step that is ahead, come after it."""
+        first = (s.computed + 1 - self._window) // PAGE if self._window else 0
+        if first > s.dropped:
+            self.pool.release(s.pages[s.dropped : first])
+            s.pages[s.dropped : first] = [NO_PAGE] * (first - s.dropped)
+            s.dropped = first
+            self._moved[s] = None
 
     @staticmethod
     def _may_adopt(s: Sequence) -> bool:
@@ -235,12 +254,13 @@ class Scheduler:
         return end < s.prompt and end <= s.share
 
     def _admit(self, s: Sequence) -> bool:
-        """Give the sequence that waits longest a slot, if there are one and pages for all that it wants by now."""
+        """Give the sequence that waits longest a slot, if there are one and pages for all that it wants by now, or for
+        as much of it as it may have at a time."""
         state = s.arrival, self.pool.available, len(self.running)
         if state == self._refused:
             return False
         self._adopt(s)
-        need = page_count(min(len(s.ids) + AHEAD, s.limit - 1)) - len(s.pages)
+        need = min(page_count(min(len(s.ids) + AHEAD, s.limit - 1)), s.dropped + self._most) - len(s.pages)
         while not self._slots or need > self.pool.available:
             parked = next((other for other in reversed(self.running) if other.parked), None)
             if parked is None:
@@ -287,14 +307,24 @@ class Scheduler:
         self._give_back(s)
 
     def _give_back(self, s: Sequence) -> None:
-        self.pool.release(s.pages)
+        self.pool.release(s.pages[s.dropped :])
         s.pages, s.chain = [], s.root
-        s.computed = s.published = s.reused = 0
+        s.computed = s.published = s.reused = s.dropped = 0
 
 
-def check_size(limit: int, pages: int) -> None:
+def most_pages(tokens: int, window: int) -> int:
+    """Pages that `tokens` new ones take, wherever they begin, with the window that they see and what is AHEAD."""
+    return page_count(tokens - 1 + window - 1 + AHEAD) + 1
+
+
+def least_pages(positions: int, window: int) -> int:
+    """Pages without which a sequence cannot come to that many positions."""
+    return min(page_count(positions), most_pages(1, window)) if window else page_count(positions)
+
+
+def check_size(limit: int, pages: int, window: int = 0) -> None:
     """Raise RequestError where a sequence of up to `limit` tokens does not fit in that many pages."""
-    if page_count(limit - 1) > pages:
+    if least_pages(limit - 1, window) > pages:
         raise RequestError(
             f"prompt and output may come to {limit} tokens; the memory for keys and values holds {pages * PAGE}: "
             "ask for fewer tokens, or give it more (kv_memory, --kv-memory)"

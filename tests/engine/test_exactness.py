@@ -145,7 +145,9 @@ def run(llm: LLM, schedule: dict[str, Any], alone: list[Any], monkeypatch: pytes
         outputs = [prompt + ids for (prompt, _), (ids, _, _) in zip(REQUESTS, alone, strict=True)]
         free = dict.fromkeys((1, 2, 3, 6, 17, 64), 1.0)
         speculation = Speculation(lambda _: Guesses(outputs, rng), free)
-    scheduler = Scheduler(schedule["slots"], schedule["pages"], schedule["budget"])
+    window = llm.config.window
+    pages = schedule["pages"] // 2 if window else schedule["pages"]  # where every layer has one, they are given back
+    scheduler = Scheduler(schedule["slots"], pages, schedule["budget"], window)
     engine = Engine(llm.runner, scheduler, speculation=speculation)
     engine._thread = threading.current_thread()  # steps are made here, one for each turn of the readers
     core = engine._core
@@ -172,7 +174,7 @@ def run(llm: LLM, schedule: dict[str, Any], alone: list[Any], monkeypatch: pytes
             break
         assert step < 50_000, "requests that do not end"
     assert core.heard(wait=False)  # who was given up last
-    assert core._scheduler.pool.available == schedule["pages"]
+    assert core._scheduler.pool.available == pages
     return core.stats.accepted_tokens
 
 

@@ -1,6 +1,7 @@
 """The scheduler against a simulated device whose pages remember what was written: no model, every schedule."""
 
 import random
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
@@ -8,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nibblelm.errors import RequestError
-from nibblelm.pages import PAGE, PagePool
-from nibblelm.scheduler import CROWD, Chunk, Scheduler, Sequence
+from nibblelm.pages import NO_PAGE, PAGE, PagePool
+from nibblelm.scheduler import CROWD, Chunk, Scheduler, Sequence, most_pages
 
 Cell = tuple[int, int, str]
 """What a position of a page holds: its position in the sequence, the token, and the kernel that wrote it."""
@@ -18,17 +19,20 @@ Cell = tuple[int, int, str]
 class Device:
     """Pages of cells and page tables, and a model whose next token depends on every token before it."""
 
-    def __init__(self, slots: int, pages: int) -> None:
+    def __init__(self, slots: int, pages: int, window: int = 0) -> None:
         self.cells: list[list[Cell | None]] = [[None] * PAGE for _ in range(pages)]
+        self.window = window
         self.tables: list[dict[int, int]] = [{} for _ in range(slots)]
         self.computed = 0
 
     def write(self, s: Sequence, position: int, kernel: str) -> None:
         self.computed += 1
         page = self.tables[s.slot][position // PAGE]
+        assert page != NO_PAGE
         self.cells[page][position % PAGE] = position, s.ids[position], kernel
-        for p in range(position + 1):  # what the token attends to
+        for p in range(max(position + 1 - self.window, 0) if self.window else 0, position + 1):  # what it attends to
             kernel = "prompt" if p < s.prompt else "generated"
+            assert self.tables[s.slot][p // PAGE] != NO_PAGE
             assert self.cells[self.tables[s.slot][p // PAGE]][p % PAGE] == (p, s.ids[p], kernel)
 
 
@@ -64,6 +68,9 @@ def step(scheduler: Scheduler, device: Device, ahead: bool = False) -> list[Sequ
     assert len({id(s) for s in members}) == len({s.slot for s in members}) == len(members)
     for s in plan.moved:
         device.tables[s.slot] = dict(enumerate(s.pages))
+    for s in members:
+        unseen = max((s.computed + 1 - device.window) // PAGE, 0) if device.window else 0
+        assert [page == NO_PAGE for page in s.pages] == [i < unseen for i in range(len(s.pages))]
     finished = []
     for s in plan.decodes:
         assert s.prompt <= s.computed < len(s.ids)
@@ -98,21 +105,23 @@ def step(scheduler: Scheduler, device: Device, ahead: bool = False) -> list[Sequ
 
 
 @st.composite
-def workloads(draw: st.DrawFn) -> tuple[int, int, tuple[int, int], list[tuple[int, list[int], int, int]]]:
-    """Slots, pages, budgets, and (step of arrival, prompt, limit, share) of each request; prompts share beginnings."""
-    pages = draw(st.integers(1, 12))
+def workloads(draw: st.DrawFn) -> tuple[int, int, tuple[int, int], int, list[tuple[int, list[int], int, int]]]:
+    """Slots, pages, budgets, window, and (step of arrival, prompt, limit, share) of each request; prompts share
+    beginnings, and with a window some have more tokens than there is room for at a time."""
+    pages, window = draw(st.integers(1, 12)), draw(st.just(0) | st.integers(1, 200))
+    most = 600 if window and most_pages(1, window) <= pages else pages * PAGE
     seeds = [draw(st.integers(0, 3)) for _ in range(3)]
     requests = []
     for _ in range(draw(st.integers(1, 12))):
         base = random.Random(draw(st.sampled_from(seeds)))
-        length = draw(st.integers(1, min(pages * PAGE, 300)))
+        length = draw(st.integers(1, min(most, 300 if most != 600 else 500)))
         prompt = [base.randrange(3) for _ in range(length)]
         if draw(st.booleans()):
             prompt[draw(st.integers(0, length - 1))] = 7
-        limit = min(length + draw(st.integers(1, 150)), pages * PAGE + 1)
+        limit = min(length + draw(st.integers(1, 150)), most + 1)
         requests.append((draw(st.integers(0, 40)), prompt, limit, draw(st.sampled_from([0, 100, 1000]))))
     budget = draw(st.integers(8, 400)), draw(st.integers(8, 80))
-    return draw(st.integers(1, 6)), pages, budget, requests
+    return draw(st.integers(1, 6)), pages, budget, window, requests
 
 
 def test_every_schedule_computes_what_each_request_gets_alone(request: pytest.FixtureRequest) -> None:
@@ -126,8 +135,8 @@ def test_every_schedule_computes_what_each_request_gets_alone(request: pytest.Fi
 
 def compute(workload, rng: random.Random, ahead: bool, drafts: bool) -> None:
     """All requests of a workload, with readers that fall behind and give up now and then."""
-    slots, pages, budget, requests = workload
-    scheduler, device = Scheduler(slots, pages, budget), Device(slots, pages)
+    slots, pages, budget, window, requests = workload
+    scheduler, device = Scheduler(slots, pages, budget, window), Device(slots, pages, window)
     pending = sorted(requests, key=lambda r: r[0])
     live: dict[int, Sequence] = {}
     now, finished, aborted = 0, 0, 0
@@ -153,7 +162,8 @@ def compute(workload, rng: random.Random, ahead: bool, drafts: bool) -> None:
                 assert s.ids == expected(s.ids[: s.prompt], s.limit)
                 del live[id(s)]
                 finished += 1
-        held = [page for s in scheduler.running for page in s.pages]
+        held = [page for s in scheduler.running for page in s.pages if page != NO_PAGE]
+        assert +Counter(scheduler.pool._held) == Counter(held)
         assert len(scheduler.running) <= slots
         assert scheduler.pool.available + len(set(held)) == pages
         assert [s.arrival for s in scheduler.running] == sorted(s.arrival for s in scheduler.running)
@@ -260,6 +270,39 @@ def test_equal_pages_after_different_beginnings_are_different() -> None:
     assert pool.find(0, [5, 6]) is None
     assert pool.find(chain + 7, [5, 6]) is None
     assert pool.find(chain, [5, 6]) is not None
+
+
+def test_a_window_has_its_pages_alone() -> None:
+    """One sequence of ten times what the pool holds, in a prompt and in what is generated."""
+    window = 2 * PAGE + 5
+    pages = most_pages(1, window)
+    scheduler, device = Scheduler(2, pages, (512, 128), window), Device(2, pages, window)
+    scheduler.add(s := Sequence([1] * 20 * PAGE, 20 * PAGE, 40 * PAGE))
+    run(scheduler, device)
+    assert s.ids == expected([1] * 20 * PAGE, 40 * PAGE)
+    assert device.computed == len(s.ids) - 1
+    assert scheduler.preemptions == 0
+    with pytest.raises(RequestError, match="holds"):
+        Scheduler(2, pages - 1, (512, 128), window).add(s)
+
+
+def test_pages_before_a_window_are_still_found() -> None:
+    """By a second request while the first generates, and by a third after both; what nobody has then is written over
+    only when there is no other page."""
+    scheduler, device = Scheduler(2, 20, (512, 128), PAGE), Device(2, 20, PAGE)
+    prompt = [random.Random(2).randrange(9) for _ in range(6 * PAGE + 1)]
+    scheduler.add(first := Sequence(list(prompt), len(prompt), len(prompt) + 3 * PAGE))
+    while first.computed < len(prompt) + 2 * PAGE:
+        step(scheduler, device)
+    assert first.dropped == 7
+    for _ in range(2):
+        before = device.computed
+        scheduler.add(again := Sequence(list(prompt), len(prompt), len(prompt) + 1))
+        while len(again.ids) == len(prompt):
+            step(scheduler, device)
+        assert again.ids == first.ids[: len(again.ids)]
+        assert device.computed - before <= 2
+        run(scheduler, device)
 
 
 def test_a_request_that_could_never_run_is_refused() -> None:

@@ -301,6 +301,30 @@ def test_windows_that_start_anywhere_on_a_page(d: int, dtype: torch.dtype, windo
         assert torch.equal(check(c, window=wide), ops.attention(**in_order(c), window=wide))
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("window", [1, 64, 100, 333])
+@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP32), *QUANTIZED])
+@pytest.mark.parametrize("wgmma", [True, False])
+def test_pages_before_the_window_are_not_read(wgmma: bool, d: int, dtype: torch.dtype, window: int) -> None:
+    """The same bits without them in the table, and NaN on them and on the page that stands in for one that is not."""
+    loads: list[tuple[int, int, dict[str, Any]]] = [(1, 1500, {}), (150, 900, {}), (140, 900, prompts(140))]
+    for m, capacity, kind in [*loads, (1, 17000, {})]:
+        c = make(m, 4, 2, d, capacity, dtype)
+        last = (c["tables"] == c["tables"].numel()).nonzero()
+        if len(last):  # the page that stands in is nobody's
+            free = c["tables"].numel() * (c["tables"].numel() + 1) // 2 - int(c["tables"].sum())
+            other = c["tables"].clone()
+            other[tuple(last[0])] = free
+            c |= {name: moved(c[name], c["tables"], other) for name in ("k_cache", "v_cache")} | {"tables": other}
+        unseen = max(int(c["positions"][0]) + 1 - window, 0) // PAGE
+        with cuda.wgmma(wgmma):
+            want = check(c, window=window, **kind)
+            for pool in (c["k_cache"], c["v_cache"]):
+                stored(pool)[-1][[*c["tables"][0, :unseen].tolist(), -1]] = torch.nan
+            c["tables"][:, :unseen] = -1
+            assert torch.equal(ops.attention(**c, window=window, **kind), want), (m, capacity)
+
+
 @pytest.mark.parametrize("option", ["plain", "window", "softcap"])
 @pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP32), *QUANTIZED])
 def test_prompts_of_several_sequences(d: int, dtype: torch.dtype, option: str) -> None:
