@@ -1,13 +1,14 @@
 """Decode steps as programs, and runs of them that sample on the device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nibblelm.ops import to_device
+from nibblelm.ops import to_device, top_logprobs
+from nibblelm.sampler import Sampled, scored
 
 IDLE = -1
 """The slot of a row that nobody reads: it writes no key and no value."""
@@ -17,9 +18,9 @@ IDLE = -1
 class DecodeStep:
     """One decode step for M sequences: its inputs and its result at fixed addresses, and the program between them."""
 
-    rows: Tensor  # (3 or more, M) int32: ids, positions, slots, and what `Rope.rows` gives
+    rows: Tensor  # (3 or more, M) int32: ids (where sampling leaves the next), positions, slots, what `Rope.rows` gives
     program: Any
-    result: Tensor
+    result: Tensor  # logits (M, V), fp32
     host_ids: Tensor | None = None  # (2, M) int32, pinned: where sampling leaves the ids of the last two steps
 
     def load(self, rows: Sequence[Sequence[int]]) -> None:
@@ -33,6 +34,8 @@ class SampledSteps:
     step      of M sequences, with what their first tokens need in place
     history   tokens in the cache by slot, to which those fed are added, at most `capacity`
     ids       (M,) what is fed first, to `slots`; drawn (M,): output tokens of each before that
+    wanted    rows whose log-probabilities are wanted, and how many of the most likely. `logprobs` has them, by row,
+              for the tokens that `next` returned last
 
     The host waits once per token: for the end of its step, which wrote the tokens into host memory.
     """
@@ -45,11 +48,16 @@ class SampledSteps:
         ids: Sequence[int],
         slots: list[int],
         drawn: Sequence[int],
+        wanted: Mapping[int, int] | None = None,
     ) -> None:
         self._step, self._history, self._capacity, self._slots = step, history, capacity, slots
         self._fed, self._drawn = ids, drawn
         self._ready = [torch.cuda.Event(), torch.cuda.Event()]
         self._launched = self._read = 0
+        self._wanted, self.logprobs = wanted or {}, dict[int, Sampled]()
+        rows = torch.tensor([*self._wanted], dtype=torch.int64)
+        self._wanted_rows = to_device(rows, step.rows.device) if self._wanted else rows
+        self._found: dict[int, Sequence[Tensor]] = {}  # of the last two steps what `top_logprobs` gave, on the host
 
     def launch(self, last: bool = False) -> None:
         """See that the next step is under way, and one behind it unless it is the `last`."""
@@ -65,6 +73,9 @@ class SampledSteps:
         tokens = [last_two[(drawn + self._read) % 2][i] for i, drawn in enumerate(self._drawn)]
         for slot, token in zip(self._slots, self._fed, strict=True):
             self._history[slot].append(token)
+        if self._wanted:
+            chosen = scored([tokens[i] for i in self._wanted], [*self._wanted.values()], *self._found[self._read % 2])
+            self.logprobs = dict(zip(self._wanted, chosen, strict=True))
         self._fed = tokens
         self._read += 1
         return tokens
@@ -89,5 +100,18 @@ class SampledSteps:
 
     def _launch(self) -> None:
         self._step.program.replay()
+        if self._wanted:
+            self._look_up(self._launched % 2)
         self._ready[self._launched % 2].record(torch.cuda.current_stream(self._step.result.device))
         self._launched += 1
+
+    def _look_up(self, side: int) -> None:
+        """Log-probabilities of the step just launched. No part of its program: who wants how many changes with each
+        flight."""
+        most = max(self._wanted.values())
+        found = top_logprobs(self._step.result, self._step.rows[0], self._wanted_rows, most)
+        if side not in self._found:
+            with torch.cuda.device_of(found[0]):  # through which pinned memory is made
+                self._found[side] = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in found]
+        for to, of in zip(self._found[side], found, strict=True):
+            to.copy_(of, non_blocking=True)

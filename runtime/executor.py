@@ -1,16 +1,16 @@
 """Computes the steps that the scheduler plans, and chooses their tokens: on the device where it can, else on the host.
 
 On CUDA the sequences that sample on the device run as one flight, which stays a step ahead of the host until others
-join it, or so many have left that a smaller step does. The host samples for the others: those that report
-log-probabilities, whose draws must not depend on who is beside them, those that may not end yet, and those that compute
-tokens again after preemption, which draw nothing. While a draft is verified all are in one step, which the host waits
+join it, or so many have left that a smaller step does; log-probabilities are looked up there, too. The host samples for
+those that may not end yet, and has a step of its own for those that follow a grammar, and for those that compute tokens
+again after preemption, which draw nothing. While a draft is verified all are in one step, which the host waits
 for, and nothing is ahead.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate, islice
-from math import isfinite
+from math import isfinite, isnan
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from nibblelm.errors import RequestError
 from nibblelm.ops import SamplingState
 from nibblelm.request import LogitsRequest, Request
 from nibblelm.runner import PREFILL_CHUNK, Prompt, Runner
-from nibblelm.sampler import Sampled, Sampler, device_sampling, unusable_logits
+from nibblelm.sampler import Sampled, Sampler, device_sampling, scored, unusable_logits
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Chunk, Plan, Scheduler, Sequence
 from nibblelm.stats import Stats
@@ -147,10 +147,11 @@ class Executor:
     def _verify(self, members: list[Sequence], logits: Tensor) -> Iterator[tuple[Sequence, Choice]]:
         """The same from all rows of sequences whose tokens need not be seen before the next is drawn, drawn at once."""
         samplers = [s.owner.sampler for s in members for _ in range(1 + len(s.draft))]
-        tokens = iter(_drawn(samplers, logits, [s.draft[:i] for s in members for i in range(1 + len(s.draft))]))
+        drafts = [s.draft[:i] for s in members for i in range(1 + len(s.draft))]
+        drawn = iter(_drawn(samplers, logits, logits, drafts))
         for s in members:
-            for token in list(islice(tokens, 1 + len(s.draft))):
-                choice = _accepted(s.owner.sampler, token)
+            for chosen in list(islice(drawn, 1 + len(s.draft))):
+                choice = _accepted(s.owner.sampler, chosen)
                 right = self._accept(s, choice)
                 yield s, choice
                 if not (right and s.running):
@@ -187,10 +188,10 @@ class Executor:
     def _landed(self, flight: SampledSteps, due: list[Sequence | None]) -> Iterator[tuple[Sequence, Choice]]:
         tokens = flight.next(last=True)
         self._runner.history[self._spare].clear()  # what those rows are fed takes no room
-        for s, token in zip(due, tokens, strict=False):
+        for i, (s, token) in enumerate(zip(due, tokens, strict=False)):
             if s is not None:
                 self._scheduler.advance(s, s.computed + 1)
-                yield s, _accepted(s.owner.sampler, token)
+                yield s, _accepted(s.owner.sampler, flight.logprobs.get(i) or Sampled(token))
 
     def _goes_on(self, flight: SampledSteps, wanted: list[Sequence]) -> bool:
         """Whether the flight has all that are wanted, in a step of no more rows than they take; others leave it."""
@@ -211,7 +212,7 @@ class Executor:
         greedy = Sampler(SamplingParams(temperature=0), vocab_size)
         samplers = [s.owner.sampler for s in members] + [greedy] * (len(ids) - len(members))
         self._members = list(members)
-        self._flight = self._runner.sampled_steps(ids, slots, device_sampling(samplers, vocab_size))
+        self._flight = self._runner.sampled_steps(ids, slots, device_sampling(samplers, vocab_size), _wanted(samplers))
         return self._flight
 
     def _rows(self, members: list[Sequence]) -> tuple[list[int], list[int], list[int]]:
@@ -279,6 +280,7 @@ def _chosen(members: list[Sequence], logits: Tensor) -> Iterator[tuple[Sequence,
 def _choose_on_device(samplers: list[Sampler], logits: Tensor) -> list[Sampled | RequestError]:
     """`_choose` by the kernel that draws the tokens to come."""
     failed: dict[int, RequestError] = {}
+    allowed = logits
     if any(sampler.guide is not None for sampler in samplers):
         masks = torch.full((len(samplers), -(-logits.shape[1] // 32)), -1, dtype=torch.int32)
         for i, sampler in enumerate(samplers):
@@ -286,23 +288,42 @@ def _choose_on_device(samplers: list[Sampler], logits: Tensor) -> list[Sampled |
                 masks[i] = masks[i] if sampler.guide is None else sampler.allowed()[0]
             except RequestError as error:
                 failed[i] = error
-        logits = ops.mask_logits(logits, ops.to_device(masks, logits.device))
-    tokens = zip(samplers, _drawn(samplers, logits), strict=True)
-    return [failed.get(i) or _accepted(sampler, token) for i, (sampler, token) in enumerate(tokens)]
+        allowed = ops.mask_logits(logits, ops.to_device(masks, logits.device))
+    drawn = zip(samplers, _drawn(samplers, allowed, logits), strict=True)
+    return [failed.get(i) or _accepted(sampler, chosen) for i, (sampler, chosen) in enumerate(drawn)]
 
 
-def _drawn(samplers: list[Sampler], logits: Tensor, drafts: list[list[int]] | None = None) -> list[int]:
-    """What the device draws from each row of logits (M, vocab), as `device_sampling` has it."""
+def _drawn(
+    samplers: list[Sampler], logits: Tensor, raw: Tensor, drafts: list[list[int]] | None = None
+) -> list[Sampled]:
+    """What the device draws from each row of logits (M, vocab), as `device_sampling` has it, with the log-probabilities
+    that are wanted from the row's raw logits."""
     state = device_sampling(samplers, logits.shape[1], drafts)
     columns = ops.to_device(state.columns, logits.device)
     wide = (None if t is None else ops.to_device(t, logits.device) for t in state.wide)
-    return ops.sample(logits, SamplingState.over(columns, *wide)).tolist()
+    tokens = ops.sample(logits, SamplingState.over(columns, *wide))
+    chosen = [Sampled(token) for token in tokens.tolist()]
+    if wanted := _wanted(samplers):
+        rows = ops.to_device(torch.tensor(list(wanted)), logits.device)
+        found = ops.top_logprobs(raw, tokens, rows, max(wanted.values()))
+        scores = scored([chosen[i].token_id for i in wanted], [*wanted.values()], *found)
+        for i, one in zip(wanted, scores, strict=True):
+            chosen[i] = one
+    return chosen
 
 
-def _accepted(sampler: Sampler, token: int) -> Sampled | RequestError:
-    """What the device chose: below 0 where no logit is finite."""
+def _wanted(samplers: list[Sampler]) -> dict[int, int]:
+    """The rows whose log-probabilities are wanted, with how many of the most likely."""
+    return {i: s.params.logprobs for i, s in enumerate(samplers) if s.params.logprobs is not None}
+
+
+def _accepted(sampler: Sampler, chosen: Sampled) -> Sampled | RequestError:
+    """What the device chose: below 0 where no logit is finite. Where one is NaN, log-probabilities are, too."""
     try:
-        return unusable_logits("not finite") if token < 0 else sampler.accept(token)
+        if chosen.token_id < 0 or (chosen.logprob is not None and isnan(chosen.logprob)):
+            return unusable_logits("not finite")
+        sampler.accept(chosen.token_id)
+        return chosen
     except RequestError as error:  # of its guide
         return error
 

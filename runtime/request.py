@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nibblelm.errors import RequestError
-from nibblelm.sampler import Sampled, Sampler, token_logprobs
+from nibblelm.sampler import Sampled, Sampler, row_logprobs
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.structured import Guide
 from nibblelm.tokenizer import TextStream, Tokenizer
@@ -127,7 +127,7 @@ class Request:
         assert most is not None
         scores = self.prompt_logprobs = [None] if first == 0 or self.prompt_logprobs is None else self.prompt_logprobs
         following = self.ids[first + 1 : first + 1 + len(logits)]
-        scores += [token_logprobs(row, token, most) for row, token in zip(logits, following, strict=False)]
+        scores += row_logprobs(logits[: len(following)], following, most)
         self.every_row = len(scores) < len(self.ids)
 
     def prompt_done(self, reused: int) -> None:

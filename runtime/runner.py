@@ -304,10 +304,16 @@ class Runner:
             self.history[slot].append(token)
         return step.result
 
-    def sampled_steps(self, ids: Sequence[int], slots: Sequence[int], state: SamplingState) -> SampledSteps:
+    def sampled_steps(
+        self,
+        ids: Sequence[int],
+        slots: Sequence[int],
+        state: SamplingState,
+        wanted: Mapping[int, int] | None = None,
+    ) -> SampledSteps:
         """Decode with sampling on the device: each step feeds its tokens to the next. CUDA only.
 
-        `state` holds the sampling parameters of the M sequences, and is copied.
+        `state` holds the sampling parameters of the M sequences, and is copied; `wanted` is as SampledSteps has it.
         """
         positions = [len(self.history[slot]) for slot in slots]
         key: tuple[int, _Kind] = len(ids), "sampled"
@@ -321,7 +327,9 @@ class Runner:
                 host_ids = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=True)
 
             def body() -> Tensor:
-                return ops.sample(self._logits(rows), own, next_ids, positions_in, host_ids)
+                logits = self._logits(rows)
+                ops.sample(logits, own, next_ids, positions_in, host_ids)
+                return logits
 
             self._steps[key] = replace(self._recorded(rows, body), host_ids=host_ids)
         own = self._states[len(ids)]
@@ -331,7 +339,7 @@ class Runner:
                 target.copy_(source)
         self._steps[key].load(self._host_rows(ids, positions, slots))
         drawn = state.steps.tolist()
-        return SampledSteps(self._steps[key], self.history, self.capacity, list(ids), list(slots), drawn)
+        return SampledSteps(self._steps[key], self.history, self.capacity, list(ids), list(slots), drawn, wanted)
 
     def kernels_per_step(self, batch: int) -> int:
         """Kernels of the decode step for `batch` sequences that has run."""

@@ -76,6 +76,24 @@ def token_logprobs(logits: Tensor, token_id: int, top_n: int) -> Sampled:
     return Sampled(token_id, float(values[token_id]) - norm, top)
 
 
+def scored(tokens: Sequence[int], counts: Sequence[int], scores: Tensor, ids: Tensor) -> list[Sampled]:
+    """What `ops.top_logprobs` gave for tokens, with so many of the most likely for each."""
+    found: list[Sampled] = []
+    for token, count, (own, *values), names in zip(tokens, counts, scores.tolist(), ids.tolist(), strict=True):
+        top = [(i, value) for i, value in zip(names, values, strict=True) if value > -math.inf]
+        found.append(Sampled(token, own, top[:count]))
+    return found
+
+
+def row_logprobs(logits: Tensor, token_ids: Sequence[int], top_n: int) -> list[Sampled]:
+    """`token_logprobs` of rows (M, V) of raw logits, for a token each; on CUDA there, in fp32."""
+    if logits.device.type == "cpu" or not token_ids:
+        return [token_logprobs(row, token, top_n) for row, token in zip(logits, token_ids, strict=True)]
+    rows = torch.arange(len(token_ids), device=logits.device)
+    tokens = ops.to_device(torch.tensor(token_ids, dtype=torch.int32), logits.device)
+    return scored(token_ids, [top_n] * len(token_ids), *ops.top_logprobs(logits, tokens, rows, top_n))
+
+
 class Sampler:
     """Draws the tokens of one sequence.
 
@@ -118,8 +136,8 @@ class Sampler:
 
     @property
     def on_host(self) -> bool:
-        """Whether the next token is for `sample` on every device: `device_sampling` knows nothing of what it needs."""
-        return self.params.logprobs is not None or self._holds_ends
+        """Whether the next token is for `sample` on every device: `device_sampling` knows no ends to hold back."""
+        return self._holds_ends
 
     @property
     def runs_ahead(self) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from nibblelm.ops import reference
 from nibblelm.ops.devices import backend
+from nibblelm.ops.logprobs import top_logprobs
 from nibblelm.ops.sampling_state import SamplingState
 from nibblelm.ops.types import (
     PAGE,
@@ -49,6 +50,7 @@ __all__ = [
     "Weight",
     "backend",
     "prompt_tiles",
+    "top_logprobs",
 ]
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "stories-7m"
 PROMPTS = ["Once upon a time", "The dog", "Lily and Ben went to the park. They saw", "A", "One day, a big red ball"]
+UNSEEN = 4000
+"""A token of the demo model that no story of these tests comes to."""
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +131,37 @@ def test_sampling_on_the_device_repeats_and_follows_the_seed(demo: Path) -> None
     first = llm.generate(PROMPTS, params)
     assert [o.token_ids for o in llm.generate(PROMPTS, params)] == [o.token_ids for o in first]
     assert llm.generate(PROMPTS[1], params).token_ids == first[1].token_ids
-    # logprobs are computed on the host, which then samples too: the same draws, up to ties at rounding
-    host = llm.generate(PROMPTS[0], params, logprobs=1).token_ids
+    # an end to hold back makes the host sample: the same draws, up to ties at rounding
+    host = llm.generate(PROMPTS[0], params, stop_token_ids=[UNSEEN], min_tokens=80, ignore_eos=True).token_ids
     same = next((i for i, (a, b) in enumerate(zip(host, first[0].token_ids, strict=False)) if a != b), len(host))
     print(f"device and host samplers agree for {same} of {len(host)} tokens")
     assert same >= 20
+
+
+def test_log_probabilities_leave_a_sequence_where_it_is(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens with and without, drawn a step ahead; the host's values, to fp32; the same bits alone and among
+    others, with drafts and with a grammar that allows all."""
+    llm = LLM(demo, device="cuda")
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True)
+    want = [output.token_ids for output in llm.generate(PROMPTS, params)]
+    counts = [None, 0, 1, 5, 20]
+    each = [replace(params, logprobs=count, prompt_logprobs=count) for count in counts]
+    alone = [llm.generate([prompt], own)[0] for prompt, own in zip(PROMPTS, each, strict=True)]
+    with monkeypatch.context() as patch:
+        patch.delattr(Runner, "decode")
+        together = llm.generate(PROMPTS, each)
+    drafted = LLM(demo, device="cuda", speculate="ngram").generate(PROMPTS, each)
+    for outputs in (together, alone, drafted):
+        assert [output.token_ids for output in outputs] == want
+        assert [output.logprobs for output in outputs] == [output.logprobs for output in alone]
+        assert [output.prompt_logprobs for output in outputs] == [output.prompt_logprobs for output in alone]
+    greedy = replace(params, temperature=0.0, logprobs=5)
+    held = replace(greedy, stop_token_ids=[UNSEEN], min_tokens=60)  # which the host looks up
+    pairs = zip(llm.generate(PROMPTS, greedy), llm.generate(PROMPTS, held), strict=True)
+    for ours, host in ((a, b) for output, other in pairs for a, b in zip(output.logprobs, other.logprobs, strict=True)):
+        assert (ours.token_id, [i for i, _ in ours.top]) == (host.token_id, [i for i, _ in host.top])
+        values, exact = ([one.logprob, *(x for _, x in one.top)] for one in (ours, host))
+        assert values == pytest.approx(exact, abs=2e-5)
 
 
 @pytest.mark.parametrize(("bits", "batch"), [(4, 1), (8, 3)])

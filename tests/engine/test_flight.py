@@ -27,13 +27,14 @@ class _Greedy:
 
     def __init__(self, runner: Runner, rows: torch.Tensor, host_ids: torch.Tensor, drawn: list[int]) -> None:
         self._runner, self._rows, self._host_ids, self._drawn, self._step = runner, rows, host_ids, drawn, 0
+        self.logits = torch.empty(len(drawn), runner.model.config.vocab_size)
 
     def replay(self) -> None:
         tables, spare = self._runner.tables, len(self._runner.history) - 1
         rows = self._rows.clone()
         idle = (rows[2] < 0) | (tables[rows[2].clamp(min=0), rows[1] // PAGE] < 0)
         rows[1][idle], rows[2][idle] = 0, spare
-        ids = self._runner._logits(rows).argmax(-1).int()
+        ids = self.logits.copy_(self._runner._logits(rows)).argmax(-1).int()
         for i, drawn in enumerate(self._drawn):
             self._host_ids[(drawn + self._step) % 2, i] = ids[i]
         self._rows[0], self._step = ids, self._step + 1
@@ -45,14 +46,16 @@ class _Event:
     def synchronize(self) -> None: ...
 
 
-def _sampled_steps(self: Runner, ids: Sequence[int], slots: Sequence[int], state: SamplingState) -> SampledSteps:
+def _sampled_steps(
+    self: Runner, ids: Sequence[int], slots: Sequence[int], state: SamplingState, wanted: dict[int, int]
+) -> SampledSteps:
     positions = [len(self.history[slot]) for slot in slots]
     self.model.rope.reach(self.capacity)
     rows, host_ids = self._rows(ids, positions, slots), torch.zeros(2, len(ids), dtype=torch.int32)
     program = _Greedy(self, rows, host_ids, state.steps.tolist())
     launched.append(len(ids))
-    step = DecodeStep(rows, program, rows, host_ids)
-    return SampledSteps(step, self.history, self.capacity, list(ids), list(slots), state.steps.tolist())
+    step = DecodeStep(rows, program, program.logits, host_ids)
+    return SampledSteps(step, self.history, self.capacity, list(ids), list(slots), state.steps.tolist(), wanted)
 
 
 launched: list[int] = []
@@ -81,17 +84,30 @@ def test_members_that_leave_change_nothing(
     folder = data_dir / "checkpoints" / "stories260K"
     draw = random.Random(7)
     prompts = [[draw.randrange(3, 500) for _ in range(draw.randint(1, 100))] for _ in range(24)]
-    params = [SamplingParams(temperature=0, max_tokens=draw.randint(1, 90), ignore_eos=True) for _ in prompts]
+    scores = [None, None, 0, 3, 5]  # log-probabilities that are wanted
+    params = [
+        SamplingParams(temperature=0, max_tokens=draw.randint(1, 90), ignore_eos=True, logprobs=draw.choice(scores))
+        for _ in prompts
+    ]
     alone = LLM(folder, device="cpu", dtype="fp32", max_sequences=1)
     with monkeypatch.context() as plain:
         plain.setattr(Runner, "samples_on_device", False)
         plain.setitem(executor.STEP_ROWS, "cpu", ())
-        want = [alone.generate([p], one)[0].token_ids for p, one in zip(prompts, params, strict=True)]
+        outputs = [alone.generate([p], one)[0] for p, one in zip(prompts, params, strict=True)]
+    want = [output.token_ids for output in outputs]
     launched.clear()
     size = None if pages is None else pages * alone.kv_bytes // alone.kv_tokens * 64
     llm = LLM(folder, device="cpu", dtype="fp32", max_sequences=16, kv_memory=size)
-    got = [output.token_ids for output in llm.generate(prompts, params)]
-    assert got == want
+    if pages is None:  # nobody is preempted, and computed again
+        monkeypatch.delattr(Runner, "decode")
+    flown = llm.generate(prompts, params)
+    assert [output.token_ids for output in flown] == want
+    for output, other in zip(flown, outputs, strict=True):
+        assert (output.logprobs is None) == (other.logprobs is None)
+        for ours, host in zip(output.logprobs or [], other.logprobs or [], strict=True):
+            assert [i for i, _ in ours.top] == [i for i, _ in host.top]
+            values, exact = ([one.logprob, *(x for _, x in one.top)] for one in (ours, host))
+            assert values == pytest.approx(exact, abs=1e-5)
     assert len(launched) < sum(map(len, want)) // 8, "a flight goes on when members leave it"
 
 

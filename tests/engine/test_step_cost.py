@@ -2,7 +2,7 @@
 
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ class Steps:
     """SampledSteps of a device that needs no time: every token is 7."""
 
     in_flight = True
+    logprobs: ClassVar[dict[int, Any]] = {}
 
     def __init__(self, runner: "Device", slots: list[int]) -> None:
         self._runner, self._slots = runner, slots
@@ -65,7 +66,7 @@ class Device:
     def root(self, prompt: list[int]) -> int:
         return 0
 
-    def sampled_steps(self, ids: list[int], slots: list[int], state: Any) -> Steps:
+    def sampled_steps(self, ids: list[int], slots: list[int], state: Any, wanted: dict[int, int]) -> Steps:
         return Steps(self, slots)
 
 
