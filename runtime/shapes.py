@@ -208,7 +208,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 64,
         "logit_scale": 0.0625,
         "vocab_size": 256000,
-        "max_position_embeddings": 131072,
+        "max_position_embeddings": 8192,
         "rope_theta": 8000000.0,
     },
 }

@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--acceptance",
         type=_share,
         nargs="+",
-        default=[0.8, 0.0],
         metavar="A",
         help="of this, the share left right (0.8 0)",
     )
@@ -81,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
             raise RequestError("--prompt-tokens, --gen-tokens and --batch must be at least 1, --depth at least 0")
         if args.speculate is not None and load.generated_tokens < 2:
             raise RequestError("--speculate needs --gen-tokens of at least 2: the first token has no draft")
+    if args.acceptance is not None and args.speculate is None:
+        raise RequestError("--acceptance is of drafts: add --speculate ngram, or leave it out")
     if args.speculate is not None and args.mixed:
         raise RequestError("--mixed is measured without drafts: leave out --speculate")
     context = max([load.context for load in loads] + [MIXED_CONTEXT] * args.mixed)
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     for load in loads:
         runner = first.with_capacity(load.context)
         if args.speculate is not None:
-            for right in args.acceptance:
+            for right in args.acceptance or (0.8, 0.0):
                 row = _drafts(args, runner, load, facts, right)
                 print(json.dumps(row) if args.json else _drafts_table(row), flush=True)
             continue

@@ -182,6 +182,8 @@ def test_bench_measures_drafts(
     assert spoiled["draft_tokens"] > spoiled["accepted_tokens"] == 0
     assert main(["bench", "-m", stories, *load, *drafts]) == 0
     assert "100 % of it as it was" in capsys.readouterr().out
+    assert main(["bench", "-m", stories, *load, *drafts[2:]]) == 1
+    assert "--acceptance is of drafts: add --speculate ngram" in capsys.readouterr().err
 
 
 def test_bench_fits_its_default_load_to_the_context(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
