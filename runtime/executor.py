@@ -2,9 +2,9 @@
 
 On CUDA the sequences that sample on the device run as one flight, which stays a step ahead of the host until others
 join it, or so many have left that a smaller step does; log-probabilities are looked up there, too. The host samples for
-those that may not end yet, and has a step of its own for those that follow a grammar, and for those that compute tokens
-again after preemption, which draw nothing. While a draft is verified all are in one step, which the host waits
-for, and nothing is ahead.
+those that may not end yet, and waits for a step of those that follow a grammar, or compute tokens again after
+preemption, which draw nothing. While a draft is verified all are in one step, which the host waits for, and nothing is
+ahead.
 """
 
 from collections.abc import Iterable, Iterator

@@ -15,7 +15,7 @@ from nibblelm.runner import Runner
 from nibblelm.scheduler import most_pages
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "models"))
-from oracle import load_reference, save_random
+from oracle import load_reference, relative_error, save_random
 
 USABLE, REASON = cuda.available()
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -72,6 +72,7 @@ def test_tokens_are_those_of_the_source(folder: Path, device: str) -> None:
     output = llm.generate([IDS[:400]], temperature=0, max_tokens=300, ignore_eos=True, logprobs=0)[0]
     with torch.inference_mode():
         want = load_reference(folder)(torch.tensor([IDS[:400] + output.token_ids])).logits[0, 399:-1]
+    assert relative_error(llm.logits(IDS[:400] + output.token_ids)[399:-1].cpu(), want).max() <= ERROR
     room = 2 * ERROR * want.norm(dim=-1)
     chosen = want.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
     assert (want.amax(-1) - chosen <= room).all()
