@@ -20,7 +20,7 @@ class DecodeStep:
 
     rows: Tensor  # (3 or more, M) int32: ids (where sampling leaves the next), positions, slots, what `Rope.rows` gives
     program: Any
-    result: Tensor  # logits (M, V), fp32
+    result: Tensor  # logits (M, V) fp32; where sampling leaves ids and no log-probabilities are wanted, those
     host_ids: Tensor | None = None  # (2, M) int32, pinned: where sampling leaves the ids of the last two steps
 
     def load(self, rows: Sequence[Sequence[int]]) -> None:

@@ -15,6 +15,7 @@ from nibblelm.checkpoint import Checkpoint
 from nibblelm.config import DecoderConfig, token_ids
 from nibblelm.engine_core import Engine, Handle
 from nibblelm.errors import NibbleLMError, RequestError
+from nibblelm.executor import STEP_ROWS
 from nibblelm.kv_cache import bytes_per_page, bytes_per_token
 from nibblelm.memory import free_memory, require_memory
 from nibblelm.models import family, open_model, tensor_plan
@@ -22,7 +23,7 @@ from nibblelm.pages import PAGE, page_count
 from nibblelm.prompts import Prompt, prompt_ids, prompt_list
 from nibblelm.request import GenerationOutput, LogitsRequest, Request, StreamPiece, Timings
 from nibblelm.rope import rope_bytes
-from nibblelm.runner import Runner, workspace_bytes
+from nibblelm.runner import Runner, program_bytes, workspace_bytes
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Scheduler, least_pages, most_pages
 from nibblelm.speculation import speculation
@@ -109,7 +110,8 @@ class LLM:
         self.bos_id, self.eos_ids = self._special_ids(checkpoint)
         self._guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
         check_tensors(checkpoint, tensor_plan(checkpoint.config), self.config.tied)
-        self.kv_pages = self._plan_pages(checkpoint, kv_memory, max_context is not None)
+        logits = self._kept_logits(0 if drafts is None else drafts.most_rows)
+        self.kv_pages = self._plan_pages(checkpoint, kv_memory, max_context is not None, logits)
         if self.kv_pages < least_pages(self.max_context, self.config.window):
             self.max_context = min(self.max_context, self.kv_tokens)
         weights = CheckpointWeights(checkpoint, self.device, self.dtype, self.activations)
@@ -130,8 +132,18 @@ class LLM:
             raise RequestError(f"a context of {wanted} positions was asked for; this model supports 1 to {limit}")
         return wanted
 
-    def _plan_pages(self, checkpoint: Checkpoint, kv_memory: int | None, asked: bool) -> int:
-        """Pages of keys and values. `asked`: the whole context was asked for by name, so that less will not do."""
+    def _kept_logits(self, drafted: int) -> int:
+        """Rows of logits that programs keep: steps of all numbers of rows, their tokens chosen on the host or scored on
+        the device, those of drafts, of `drafted` rows at most, and prompts, by powers of two of their tiles."""
+
+        def up_to(most: int) -> int:
+            return sum(rows for rows in STEP_ROWS[self.device.type] if rows < 2 * most)
+
+        return 2 * up_to(self.max_sequences) + up_to(drafted) + 4 * self.max_sequences
+
+    def _plan_pages(self, checkpoint: Checkpoint, kv_memory: int | None, asked: bool, logits: int) -> int:
+        """Pages of keys and values, beside so many rows of logits. `asked`: the whole context was asked for by name, so
+        that less will not do."""
         c = self.config
         self._page_bytes = page_bytes = bytes_per_page(c.layers, c.kv_heads, c.head_dim, self.kv_dtype, self.device)
         wanted, least = page_count(self.max_context), least_pages(self.max_context, c.window)
@@ -141,6 +153,7 @@ class LLM:
             weights=sum(checkpoint.info(name).nbytes for name in checkpoint.names()),
             rope=rope_bytes(self.config, self.max_context, self.max_sequences + 1),
             workspace=workspace_bytes(self.config, self.device),
+            programs=program_bytes(self.config, self.device, logits),
         )
         advice = "Choose a smaller max_context (--ctx-size) or kv_memory (--kv-memory), fewer bits, or device cpu."
         require_memory(self.device, advice, cache=kv_memory or page_bytes, **others)

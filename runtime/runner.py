@@ -28,6 +28,12 @@ _PROGRAM_ROWS = (16, 32, *range(64, 513, 64), *range(640, PREFILL_CHUNK["cuda"] 
 read tokens, waiting for 10 to 25 ms."""
 
 
+def program_bytes(config: DecoderConfig, device: torch.device, rows: int) -> int:
+    """About what captured programs keep: the intermediate results of the largest, over which the others write theirs,
+    and of all of them together the logits of so many rows."""
+    return 4 * config.vocab_size * rows + workspace_bytes(config, device) if device.type == "cuda" else 0
+
+
 def workspace_bytes(config: DecoderConfig, device: torch.device) -> int:
     """About what one prefill chunk takes in activations, with the digits and shared sums of its matrix products."""
     widest = max(2 * config.intermediate_size, config.heads * config.head_dim * 3)
@@ -66,8 +72,9 @@ class _PromptStep:
     done: torch.cuda.Event  # behind the newest replay
 
 
-_Kind = Literal["apart", "related", "sampled"]
-"""Of decode steps: rows of different sequences; rows that may attend to each other; apart, with their tokens drawn."""
+_Kind = Literal["apart", "related", "sampled", "scored"]
+"""Of decode steps: rows of different sequences; rows that may attend to each other; apart, with their tokens drawn; and
+with their logits kept beside that."""
 
 
 class _Eager:
@@ -98,7 +105,7 @@ class Runner:
             ops.backend(device).keep_freed_memory()
         self._graphs: dict[tuple[bool, bool, bool], Graph] = {}  # by what Step has, tiles and wanted, and `related`
         self._steps: dict[tuple[int, _Kind], DecodeStep] = {}
-        self._states: dict[int, SamplingState] = {}
+        self._states: dict[tuple[int, _Kind], SamplingState] = {}
         self._prompt_steps: dict[tuple[int, int], list[_PromptStep]] = {}  # by rows and tiles; none: seen once
         self._results: dict[int, Tensor] = {}  # of prompt steps by tiles: each is read before the next is run
         self._pool: Any = None  # of the device memory that programs have in common
@@ -305,34 +312,30 @@ class Runner:
         return step.result
 
     def sampled_steps(
-        self,
-        ids: Sequence[int],
-        slots: Sequence[int],
-        state: SamplingState,
-        wanted: Mapping[int, int] | None = None,
+        self, ids: Sequence[int], slots: Sequence[int], state: SamplingState, wanted: Mapping[int, int] | None = None
     ) -> SampledSteps:
         """Decode with sampling on the device: each step feeds its tokens to the next. CUDA only.
 
         `state` holds the sampling parameters of the M sequences, and is copied; `wanted` is as SampledSteps has it.
         """
         positions = [len(self.history[slot]) for slot in slots]
-        key: tuple[int, _Kind] = len(ids), "sampled"
+        key: tuple[int, _Kind] = len(ids), "scored" if wanted else "sampled"
         wide = state.vocab_size > 0
-        if key not in self._steps or (self._states[len(ids)].vocab_size > 0) != wide:
+        if key not in self._steps or (self._states[key].vocab_size > 0) != wide:
             rows = self._rows(ids, positions, slots)
             vocab = self.model.config.vocab_size if wide else 0
-            own = self._states[len(ids)] = SamplingState.greedy(len(ids), self.device, vocab)
+            own = self._states[key] = SamplingState.greedy(len(ids), self.device, vocab)
             next_ids, positions_in = rows[0], rows[1]
             with self._card():  # pinned memory, too, is made through the current card
                 host_ids = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=True)
 
             def body() -> Tensor:
                 logits = self._logits(rows)
-                ops.sample(logits, own, next_ids, positions_in, host_ids)
-                return logits
+                drawn = ops.sample(logits, own, next_ids, positions_in, host_ids)
+                return logits if wanted else drawn
 
             self._steps[key] = replace(self._recorded(rows, body), host_ids=host_ids)
-        own = self._states[len(ids)]
+        own = self._states[key]
         ops.to_device(state.columns, self.device, out=own.columns)
         for target, source in zip(own.wide, state.wide, strict=True):
             if target is not None and source is not None:

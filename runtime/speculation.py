@@ -127,6 +127,11 @@ class Speculation:
         self.on = True
         self._histories: dict[Sequence, _History] = {}
 
+    @property
+    def most_rows(self) -> int:
+        """Of a step with drafts."""
+        return self._costs[-1][0]
+
     def forget(self, sequence: Sequence) -> None:
         """A sequence has ended."""
         self._histories.pop(sequence, None)

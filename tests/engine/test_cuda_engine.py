@@ -12,12 +12,13 @@ import torch
 
 from nibblelm import LLM, SamplingParams, convert, ops
 from nibblelm.errors import DeviceError
+from nibblelm.executor import STEP_ROWS
 from nibblelm.memory import require_memory
 from nibblelm.models import family
 from nibblelm.ops import SamplingState, cuda
 from nibblelm.pages import page_count
 from nibblelm.random_weights import RandomWeights
-from nibblelm.runner import Prompt, Runner
+from nibblelm.runner import Prompt, Runner, program_bytes
 
 USABLE, REASON = ops.cuda_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]
@@ -228,6 +229,38 @@ def test_prompts_one_behind_the_other_change_nothing() -> None:
         )
     assert len({float(row[0, 0]) for row in want}) > len(ids) // 2
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_programs_keep_what_is_planned(demo: Path) -> None:
+    """All numbers of rows, with drafts, log-probabilities and prompts among them, in memory that they have in common:
+    no more than was planned, and what each gives stays the same."""
+    llm = LLM(demo, device="cuda", max_context=256, speculate="ngram")
+    runner, results = llm.runner, list[list[torch.Tensor]]()
+    with torch.inference_mode():
+        runner.set_tables({slot: [slot] for slot in range(1, 256)} | {0: [0, 256]})
+        for _ in range(3):  # the second time steps of prompts are captured, the third all are there
+            results.append([])
+            for rows in STEP_ROWS["cuda"]:
+                for wanted in ({}, {rows - 1: 3}):
+                    for history in runner.history:
+                        history.clear()
+                    state = SamplingState.greedy(rows, torch.device("cpu"))
+                    steps = runner.sampled_steps([5] * rows, list(range(rows)), state, wanted)
+                    results[-1].append(torch.tensor(steps.next(last=True)))
+                    results[-1].append(torch.tensor([value for one in steps.logprobs.values() for _, value in one.top]))
+                apart = runner.decode([7] * rows, range(rows), [1] * rows).clone()
+                few = min(rows, 128)
+                related = runner.decode([9] * few, [0] * few, range(few)).clone()
+                short = [11] * min(64, 2048 // rows)
+                results[-1] += [apart, related, runner.prefill_together([Prompt(short, slot) for slot in range(rows)])]
+    for again in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], again, strict=True))
+    pool = tuple(runner._pool.handle)
+    held = sum(part["total_size"] for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) == pool)
+    held += sum(result.nbytes for result in runner._results.values())
+    planned = program_bytes(llm.config, llm.device, llm._kept_logits(128))
+    print(f"programs keep {held / 2**20:.1f} MiB of {planned / 2**20:.1f} planned")
+    assert 0 < held <= planned
 
 
 def test_context_limit(demo: Path) -> None:
