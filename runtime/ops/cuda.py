@@ -2,6 +2,7 @@
 
 from nibblelm.ops import cuda_attention, cuda_linear, cuda_ops, cuda_sample
 from nibblelm.ops.cuda_device import (
+    Pool,
     Program,
     available,
     capture,
@@ -41,6 +42,7 @@ softmax = on_card(cuda_ops.softmax)
 swiglu = on_card(cuda_ops.swiglu)
 
 __all__ = [
+    "Pool",
     "Program",
     "add",
     "alibi_mask",
