@@ -248,7 +248,7 @@ class Runner:
             shape = tiles, self.model.config.vocab_size
             self._results[tiles] = torch.empty(shape, dtype=torch.float32, device=self.device)
         result = self._results[tiles]
-        with ops.capture(self.device, self._pool) as program:
+        with self._capture() as program:
             inputs = staged.to(self.device, non_blocking=True)
             result.copy_(self._prompt_logits(inputs, rows, tiles, every_row=False))
         return _PromptStep(staged, program, result, torch.cuda.Event())
@@ -375,11 +375,18 @@ class Runner:
                 return DecodeStep(rows, _Eager(body, result), result)
             if self.device.type == "cuda":
                 body()
-                if not self._steps:
-                    torch.cuda.empty_cache()  # of what loading left; a capture that finds no room cannot ask for it
-            with ops.capture(self.device, self._pool) as program:
+            with self._capture() as program:
                 result = body()
             return DecodeStep(rows, program, result)
+
+    def _capture(self) -> AbstractContextManager[ops.Program]:
+        """`ops.capture` into the programs' common memory. While it lasts, torch gives no free memory back to find room
+        for more: where there may be too little, it does so before, which takes up to a second."""
+        if self.device.type == "cuda":
+            room = workspace_bytes(self.model.config, self.device)
+            if torch.cuda.mem_get_info(self.device)[0] < room:
+                torch.cuda.empty_cache()
+        return ops.capture(self.device, self._pool)
 
     def _card(self) -> AbstractContextManager[object]:
         """The runner's card as the current one: once for a whole step is cheaper than for each of its ops."""

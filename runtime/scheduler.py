@@ -164,7 +164,7 @@ class Scheduler:
                 prompts.append(s)
             elif self._grow(s, min(s.computed + 1 + AHEAD, s.limit - 1)):
                 decodes.append(s)
-        crowd = len(prompts) + len(self.waiting) >= CROWD
+        crowd = len(prompts) + min(len(self.waiting), len(self._slots)) >= CROWD
         budget = self._budget[bool(decodes) and not crowd] - len(decodes)
         for s in decodes:
             if s.draft:

@@ -268,8 +268,8 @@ struct LargeRing {
 #pragma unroll 1
     for (; ahead.left > 0; ahead.next(g, share)) {
       barrier_wait(empty + slot * 8, parity);
-      copy_tiles(g, ahead, slot, copier);
       copy_weights(g, ahead, slot, copier);
+      copy_tiles(g, ahead, slot, copier);
       advance();
     }
     copy_async_wait_all();
@@ -312,7 +312,7 @@ struct LargeRing {
         if (lane * 8 < a.record_bytes) copy_async_8(record(to, i + copier) + lane * 8, from);
       }
     }
-    if constexpr (kBulkTiles) barrier_arrive_copies(full + to * 8);  // else behind the tiles
+    if constexpr (kBulkTiles) barrier_arrive_copies(full + to * 8);  // else behind the tiles, for both
   }
   __device__ __forceinline__ void copy_tiles(const LargeArgs& g, const LargeChunks<F, Shape>& c, int to,
                                              int copier) const {

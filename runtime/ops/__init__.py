@@ -92,8 +92,8 @@ def capture(device: torch.device, pool: object = None) -> AbstractContextManager
     other torch calls inside the block are not recorded. The results of the block itself are undefined until the
     first `replay`. Recording is per thread, cannot be nested (RuntimeError), and is dropped on an exception.
 
-    pool  on CUDA a `cuda.Pool` of programs that share the memory of what they leave behind: of none a tensor is read
-          after another has run but what is held
+    pool  on CUDA a `cuda.Pool` of programs that share the memory of what they leave behind: results are read before
+          another of them runs
     """
     return backend(device).capture(device, pool)
 

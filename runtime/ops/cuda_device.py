@@ -142,6 +142,8 @@ def capture(device: torch.device, pool: Pool | None = None) -> Iterator[Program]
     under way nor gives free memory back to the device, which takes up to a second: others are being served.
     """
     require()
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("a program is being recorded in this thread; end it before the next one")
     program, pool = Program(device), pool or Pool(device)
     with torch.cuda.device(device), torch.cuda.stream(pool.stream):
         program.graph.capture_begin(pool.handle, "thread_local")

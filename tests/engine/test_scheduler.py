@@ -233,6 +233,16 @@ def test_a_crowd_of_prompts_is_served_as_if_nobody_generated() -> None:
     assert sum(c.last - c.first for c in scheduler.plan().chunks) == 100 - 2
 
 
+def test_those_who_wait_for_a_slot_are_no_crowd() -> None:
+    scheduler, device = Scheduler(3, 80, (100, 20)), Device(3, 80)
+    for n in range(2):
+        scheduler.add(Sequence([n] * 10, 10, 200))
+    peek(scheduler, device)
+    for n in range(2 * CROWD):
+        scheduler.add(Sequence([9, n] * 75, 150, 200))
+    assert sum(c.last - c.first for c in scheduler.plan().chunks) == 20 - 2
+
+
 def peek(scheduler: Scheduler, device: Device) -> list[Chunk]:
     plan = scheduler.plan()
     for s in plan.moved:

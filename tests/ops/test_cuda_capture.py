@@ -34,9 +34,20 @@ def test_what_programs_leave_behind_is_shared() -> None:
     pool, before = cuda.Pool(DEVICE), torch.cuda.memory_reserved()
     want = ops.softmax(ops.softmax(x))[:, :1].clone()
     torch.cuda.empty_cache()
+    programs = []
     for _ in range(4):
         with ops.capture(DEVICE, pool) as program:
             result = ops.softmax(ops.softmax(x))[:, :1].clone()
+        programs.append(program)
         program.replay()
         assert torch.equal(result, want)
     assert torch.cuda.memory_reserved() - before < 3 * size
+
+
+def test_is_not_nested() -> None:
+    with (
+        ops.capture(DEVICE),
+        pytest.raises(RuntimeError, match="a program is being recorded"),
+        ops.capture(DEVICE),
+    ):
+        pass
