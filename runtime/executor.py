@@ -19,8 +19,9 @@ from nibblelm import ops
 from nibblelm.decode_steps import SampledSteps
 from nibblelm.errors import RequestError
 from nibblelm.ops import SamplingState
+from nibblelm.prompt_steps import Prompt
 from nibblelm.request import LogitsRequest, Request
-from nibblelm.runner import PREFILL_CHUNK, Prompt, Runner
+from nibblelm.runner import PREFILL_CHUNK, Runner
 from nibblelm.sampler import Sampled, Sampler, device_sampling, scored, unusable_logits
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Chunk, Plan, Scheduler, Sequence

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -10,14 +10,15 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.config import DecoderConfig
-from nibblelm.decode_steps import IDLE, DecodeStep, SampledSteps
+from nibblelm.decode_steps import DecodeStep, SampledSteps
 from nibblelm.errors import RequestError
 from nibblelm.graph import Graph, Value, fused, record
 from nibblelm.kv_cache import KVCache, bytes_per_page
 from nibblelm.layers import Step
 from nibblelm.memory import require_memory
 from nibblelm.ops import SamplingState, prompt_tiles
-from nibblelm.pages import NO_PAGE, ROOT, page_count
+from nibblelm.pages import ROOT, page_count
+from nibblelm.prompt_steps import Prompt, PromptInputs, PromptStep
 from nibblelm.rope import Rope
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
@@ -47,29 +48,6 @@ class DecoderModel(Protocol):
     rope: Rope
 
     def forward(self, step: Step) -> Value: ...
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """ids[start:] are to be computed, at positions start, start + 1 ... of `slot`, whose cache holds ids[:start].
-
-    pages  of the slot from now on, as `Runner.set_pages` has them; none: those that it has
-    """
-
-    ids: Sequence[int]
-    slot: int = 0
-    start: int = 0
-    pages: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
-class _PromptStep:
-    """A captured step of prompts, which begins with the copy of its inputs: nothing is between them and the kernels."""
-
-    staged: Tensor  # int32, pinned: the inputs, one behind the other
-    program: Any
-    result: Tensor
-    done: torch.cuda.Event  # behind the newest replay
 
 
 _Kind = Literal["apart", "related", "sampled", "scored"]
@@ -106,7 +84,7 @@ class Runner:
         self._graphs: dict[tuple[bool, bool, bool], Graph] = {}  # by what Step has, tiles and wanted, and `related`
         self._steps: dict[tuple[int, _Kind], DecodeStep] = {}
         self._states: dict[tuple[int, _Kind], SamplingState] = {}
-        self._prompt_steps: dict[tuple[int, int], list[_PromptStep]] = {}  # by rows and tiles; none: seen once
+        self._prompt_steps: dict[tuple[int, int], list[PromptStep]] = {}  # by rows and tiles; none: seen once
         self._results: dict[int, Tensor] = {}  # of prompt steps by tiles: each is read before the next is run
         self._pool: Any = None  # of the device memory that programs have in common
 
@@ -217,21 +195,21 @@ class Runner:
         programmed = self.graph and self.device.type == "cuda" and key[0] and not every_row
         if programmed and key in self._prompt_steps:
             step = self._idle_step(*key)
-            self._put_prompts(step.staged, prompts, tiles, *key)
+            self._prompt_inputs.put(step.staged, prompts, tiles, *key)
             step.program.replay()
             step.done.record(torch.cuda.current_stream(self.device))
             logits = step.result.clone()
         else:  # the first time, kernels are loaded on the way
             if programmed:
                 self._prompt_steps[key] = []
-            inputs = torch.empty(sum(self._prompt_sizes(rows, len(tiles))), dtype=torch.int32)
-            self._put_prompts(inputs, prompts, tiles, rows, len(tiles))
+            inputs = torch.empty(sum(self._prompt_inputs.sizes(rows, len(tiles))), dtype=torch.int32)
+            self._prompt_inputs.put(inputs, prompts, tiles, rows, len(tiles))
             logits = self._prompt_logits(ops.to_device(inputs, self.device), rows, len(tiles), every_row)
         for p in prompts:
             self.history[p.slot] = list(p.ids)
         return logits if every_row else logits[: len(prompts)]
 
-    def _idle_step(self, rows: int, tiles: int) -> _PromptStep:
+    def _idle_step(self, rows: int, tiles: int) -> PromptStep:
         """A captured step whose inputs may be written. There are two where one is under way when the next is launched:
         that waits for none but the one before."""
         steps = self._prompt_steps[rows, tiles]
@@ -242,8 +220,8 @@ class Runner:
         steps[-1].done.synchronize()
         return steps[-1]
 
-    def _captured(self, rows: int, tiles: int) -> _PromptStep:
-        staged = torch.zeros(sum(self._prompt_sizes(rows, tiles)), dtype=torch.int32, pin_memory=True)
+    def _captured(self, rows: int, tiles: int) -> PromptStep:
+        staged = torch.zeros(sum(self._prompt_inputs.sizes(rows, tiles)), dtype=torch.int32, pin_memory=True)
         if tiles not in self._results:
             shape = tiles, self.model.config.vocab_size
             self._results[tiles] = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -251,37 +229,14 @@ class Runner:
         with self._capture() as program:
             inputs = staged.to(self.device, non_blocking=True)
             result.copy_(self._prompt_logits(inputs, rows, tiles, every_row=False))
-        return _PromptStep(staged, program, result, torch.cuda.Event())
+        return PromptStep(staged, program, result, torch.cuda.Event())
 
-    def _prompt_sizes(self, rows: int, room: int) -> list[int]:
-        """Of what a step of prompts reads: `_host_rows` of the tokens; tiles; of each prompt the row of its last token,
-        and the slot and the table of those whose pages are named."""
-        return [self._token_rows * rows, 2 * room, room, room, room * self.tables.shape[1]]
-
-    def _put_prompts(
-        self, inputs: Tensor, prompts: Sequence[Prompt], tiles: Sequence[tuple[int, int]], rows: int, room: int
-    ) -> None:
-        """Write what a step of prompts reads, filled up, into `inputs` on the host."""
-        parts = inputs.split(self._prompt_sizes(rows, room))
-        tokens, table, wanted, slots, tables = (part.numpy() for part in parts)
-        tokens, table, tables = tokens.reshape(-1, rows), table.reshape(room, 2), tables.reshape(room, -1)
-        tokens[:], table[:], wanted[:] = 0, 0, 0
-        tokens[2], slots[:], tables[:] = IDLE, self.cache.slots, NO_PAGE
-        end = 0
-        for i, p in enumerate(prompts):
-            first, end = end, end + len(p.ids) - p.start
-            new = tokens[:, first:end]
-            new[0], new[1], new[2] = p.ids[p.start :], range(p.start, len(p.ids)), p.slot
-            wanted[i] = end - 1
-            if p.pages:
-                slots[i], tables[i, : len(p.pages)] = p.slot, p.pages
-        if self._token_rows > 3:
-            _, positions, of_slots = tokens[:3, :end].tolist()
-            tokens[3:, :end] = self.model.rope.rows(positions, of_slots)
-        table[: len(tiles)] = tiles
+    @property
+    def _prompt_inputs(self) -> PromptInputs:
+        return PromptInputs(self._token_rows, self.tables.shape[1], self.cache.slots, self.model.rope.rows)
 
     def _prompt_logits(self, inputs: Tensor, rows: int, room: int, every_row: bool) -> Tensor:
-        tokens, table, wanted, slots, tables = inputs.split(self._prompt_sizes(rows, room))
+        tokens, table, wanted, slots, tables = inputs.split(self._prompt_inputs.sizes(rows, room))
         self.cache.write_tables(slots, tables.view(room, -1))
         inputs_of_tokens = self._inputs(tokens.view(-1, rows))
         return self._graph(prompts=True, every_row=every_row)(*inputs_of_tokens, table.view(-1, 2), wanted)

@@ -10,8 +10,8 @@ import torch
 from nibblelm import SamplingParams
 from nibblelm.engine_core import BACKLOG, Engine
 from nibblelm.pages import PAGE, page_count
+from nibblelm.prompt_steps import Prompt
 from nibblelm.request import Request
-from nibblelm.runner import Prompt
 from nibblelm.scheduler import Scheduler
 
 VOCABULARY, CONTEXT = 64, 2000

@@ -15,7 +15,7 @@ def test_nothing_is_waited_for() -> None:
     x = torch.randn(64, 512, device=DEVICE)
     want, pool = ops.softmax(x), cuda.Pool(DEVICE)
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)  # clock cycles: about a second
+    torch.cuda._sleep(6_000_000_000)  # clock cycles: about three seconds
     busy = torch.cuda.Event()
     busy.record()
     programs, results = [], []

@@ -1,0 +1,75 @@
+"""Steps that compute prompts: what they read, and those that were captured."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nibblelm.decode_steps import IDLE
+from nibblelm.pages import NO_PAGE
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """ids[start:] are to be computed, at positions start, start + 1 ... of `slot`, whose cache holds ids[:start].
+
+    pages  of the slot from now on, as `Runner.set_pages` has them; none: those that it has
+    """
+
+    ids: Sequence[int]
+    slot: int = 0
+    start: int = 0
+    pages: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class PromptStep:
+    """A captured step of prompts, which begins with the copy of its inputs: nothing is between them and the kernels."""
+
+    staged: Tensor  # int32, pinned: the inputs, one behind the other
+    program: Any
+    result: Tensor
+    done: torch.cuda.Event  # behind the newest replay
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """What a step of prompts reads, int32.
+
+    token_rows  numbers for each token: its id, position and slot, and `more` of positions and slots
+    width       of a page table
+    nobody      the slot whose table nobody reads
+    """
+
+    token_rows: int
+    width: int
+    nobody: int
+    more: Callable[[Sequence[int], Sequence[int]], Sequence[Sequence[int]]]
+
+    def sizes(self, rows: int, room: int) -> list[int]:
+        """Of `rows` tokens; of `room` tiles; for each prompt, of the row of its last token, and of the slot and table of
+        those whose pages are named."""
+        return [self.token_rows * rows, 2 * room, room, room, room * self.width]
+
+    def put(
+        self, inputs: Tensor, prompts: Sequence[Prompt], tiles: Sequence[tuple[int, int]], rows: int, room: int
+    ) -> None:
+        """Write them, filled up, into `inputs` on the host."""
+        tokens, table, wanted, slots, tables = (part.numpy() for part in inputs.split(self.sizes(rows, room)))
+        tokens, table, tables = tokens.reshape(-1, rows), table.reshape(room, 2), tables.reshape(room, -1)
+        tokens[:], table[:], wanted[:] = 0, 0, 0
+        tokens[2], slots[:], tables[:] = IDLE, self.nobody, NO_PAGE
+        end = 0
+        for i, p in enumerate(prompts):
+            first, end = end, end + len(p.ids) - p.start
+            new = tokens[:, first:end]
+            new[0], new[1], new[2] = p.ids[p.start :], range(p.start, len(p.ids)), p.slot
+            wanted[i] = end - 1
+            if p.pages:
+                slots[i], tables[i, : len(p.pages)] = p.slot, p.pages
+        if self.token_rows > 3:
+            _, positions, of_slots = tokens[:3, :end].tolist()
+            tokens[3:, :end] = self.more(positions, of_slots)
+        table[: len(tiles)] = tiles
