@@ -49,7 +49,7 @@ class PromptInputs:
     more: Callable[[Sequence[int], Sequence[int]], Sequence[Sequence[int]]]
 
     def sizes(self, rows: int, room: int) -> list[int]:
-        """Of `rows` tokens; of `room` tiles; for each prompt, of the row of its last token, and of the slot and table of
+        """Of `rows` tokens; of `room` tiles; for each prompt, of the row of its last token, the slot and the table of
         those whose pages are named."""
         return [self.token_rows * rows, 2 * room, room, room, room * self.width]
 
