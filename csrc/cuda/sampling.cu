@@ -20,6 +20,7 @@ constexpr int kThreads{1024};
 constexpr int kWarps{kThreads / kWarp};
 constexpr int kMaxBlocks{16};      // of a cluster, where the device has room for such ones
 constexpr int kPortableBlocks{8};  // of any cluster
+constexpr int kMostPer{36};        // ids of a thread
 constexpr int kRun{4};             // neighbouring ids of a lane; those of a warp's lanes are one run of 128
 constexpr int kBinBits{11};
 constexpr int kBins{1 << kBinBits};
@@ -479,10 +480,10 @@ __global__ void __launch_bounds__(kThreads, 1) sample_kernel(SamplingArgs a) {
 void sample(const SamplingArgs& a, const Launch& launch) {
   if (a.rows == 0) return;
   const auto what = [&] { return "sample rows=" + std::to_string(a.rows) + " vocab=" + std::to_string(a.vocab); };
-  if (a.vocab < 1 || a.vocab > 1 << 18 || a.rows > 65535)
-    throw std::invalid_argument(what() + ": vocab is 1 to 262144, rows at most 65535");
-  if (a.blocks != 0 && (a.blocks < 0 || a.blocks > kPortableBlocks || a.blocks * int64_t{kThreads} * 32 < a.vocab))
-    throw std::invalid_argument(what() + ": blocks are 1 to 8 of up to 32768 ids each, got " +
+  if (a.vocab < 1 || a.vocab > kPortableBlocks * kThreads * kMostPer || a.rows > 65535)
+    throw std::invalid_argument(what() + ": vocab is 1 to 294912, rows at most 65535");
+  if (a.blocks != 0 && (a.blocks < 0 || a.blocks > kPortableBlocks || a.blocks * kThreads * kMostPer < a.vocab))
+    throw std::invalid_argument(what() + ": blocks are 1 to 8 of up to 36864 ids each, got " +
                                 std::to_string(a.blocks));
   const bool clusters = device_attribute(cudaDevAttrClusterLaunch) != 0;
   cudaLaunchAttribute attributes[2]{};
@@ -502,7 +503,8 @@ void sample(const SamplingArgs& a, const Launch& launch) {
                : per <= 8  ? sample_kernel<8>
                : per <= 12 ? sample_kernel<12>
                : per <= 16 ? sample_kernel<16>
-                           : sample_kernel<32>;
+               : per <= 32 ? sample_kernel<32>
+                           : sample_kernel<kMostPer>;  // Gemma 3 has 262,208 words
     }
     config.gridDim = dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(a.rows));
     attributes[0].val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};

@@ -1,9 +1,11 @@
 """What the CUDA ops share: the extension, whether it can run, its stream, and capture into a graph."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from threading import Lock
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -26,6 +28,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CACHE_DTYPES = {torch.float32: 0, torch.bfloat16: 2, torch.int8: 3}
 _programmatic: ContextVar[bool | None] = ContextVar("programmatic_launch", default=None)
 _wgmma: ContextVar[bool] = ContextVar("wgmma", default=True)
+_collection = Lock()  # held by who has put it off
 
 
 def _obstacle() -> str:
@@ -135,17 +138,31 @@ class Pool:
 
 
 @contextmanager
+def _no_collection() -> Iterator[None]:
+    """No cycle of Python objects is collected meanwhile: what one may have of CUDA's, a program say, ends a capture when
+    it is destroyed in its thread."""
+    with _collection:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
+
+
+@contextmanager
 def capture(device: torch.device, pool: Pool | None = None) -> Iterator[Program]:
     """Record the block as a CUDA graph on a side stream, with programmatic launches.
 
-    Run the same calls once before: first use loads kernels. Unlike `torch.cuda.graph` it neither waits for what is
-    under way nor gives free memory back to the device, which takes up to a second: others are being served.
+    Run the same calls once before: first use loads kernels. Unlike `torch.cuda.graph` it does not give free memory
+    back to the device, which takes up to a second: others are being served.
     """
     require()
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("a program is being recorded in this thread; end it before the next one")
     program, pool = Program(device), pool or Pool(device)
-    with torch.cuda.device(device), torch.cuda.stream(pool.stream):
+    with torch.cuda.device(device), torch.cuda.stream(pool.stream), _no_collection():
         program.graph.capture_begin(pool.handle, "thread_local")
         try:
             with programmatic_launch(_programmatic.get() is not False):

@@ -33,7 +33,7 @@ def state_of(rows: int, vocab: int, device: torch.device, fields: dict[str, floa
 
 
 @pytest.mark.parametrize("filters", FILTERS)
-@pytest.mark.parametrize("vocab", [1, 17, 331, 5000, 40000, 151936, 262144])
+@pytest.mark.parametrize("vocab", [1, 17, 331, 5000, 40000, 151936, 262144, 262208])
 def test_tokens_of_the_reference(vocab: int, filters: dict[str, float]) -> None:
     """Three rows, three steps. Sums of fp32 exponentials against float64: one draw in a million may differ."""
     here, there = (state_of(3, vocab, d, filters) for d in (torch.device("cpu"), DEVICE))
@@ -94,7 +94,8 @@ def test_every_kernel(blocks: int, vocab: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "vocab"), [(1, 32768), (1, 128256), (1, 151936), (1, 262144), (9, 128256), (9, 262144)]
+    ("rows", "vocab"),
+    [(1, 32768), (1, 128256), (1, 151936), (1, 262144), (9, 128256), (9, 262144), (1, 262208), (9, 294912)],
 )
 def test_every_cluster(rows: int, vocab: int) -> None:
     check_draw(rows, vocab, 0)
