@@ -139,8 +139,8 @@ class Pool:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No cycle of Python objects is collected meanwhile: what one may have of CUDA's, a program say, ends a capture when
-    it is destroyed in its thread."""
+    """No cycle of Python objects is collected meanwhile: what one has of CUDA's, say a program, ends a capture when it
+    is destroyed in its thread."""
     with _collection:
         enabled = gc.isenabled()
         gc.disable()
