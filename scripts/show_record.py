@@ -26,7 +26,7 @@ def scheme(row: dict[str, Any]) -> str:
 
 
 def beside(row: dict[str, Any], peers: Sequence[dict[str, Any]]) -> str:
-    """What vLLM's formats reached in the same run, with the load of a row of ours."""
+    """What vLLM's formats reached with the load of a row of ours."""
     if row["shape"] != "llama-3-8b":
         return ""
     if row.get("load") == "mixed":
@@ -35,7 +35,7 @@ def beside(row: dict[str, Any], peers: Sequence[dict[str, Any]]) -> str:
         wanted = ("decode", row["batch"])
     else:
         wanted = ("prefill" if (row["depth"], row["prompt_tokens"]) == (0, 2048) else "", row["batch"])
-    found = {p["quant"]: p["tok_s"] for p in peers if (p["test"], p["batch"]) == wanted and p["tree"] == row["tree"]}
+    found = {p["quant"]: p["tok_s"] for p in peers if (p["test"], p["batch"]) == wanted}
     return " / ".join(f"{found[quant]:,.0f}" if quant in found else "-" for quant in PEER_FORMATS) if found else ""
 
 
@@ -63,7 +63,8 @@ def gpu(rows: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]] = ()) ->
         cells.append([row["shape"], weights, load, decode, bandwidth, prefill])
     header = ["shape", "weights", "load", "decode tok/s", "memory traffic", "prefill tok/s"]
     if peers:
-        header.append(f"vLLM {peers[0]['version']} {' / '.join(PEER_FORMATS)}")
+        run = "" if peers[0]["tree"] == rows[0]["tree"] else ", an earlier run"
+        header.append(f"vLLM {peers[0]['version']} {' / '.join(PEER_FORMATS)}{run}")
         cells = [[*cell, beside(row, peers)] for cell, row in zip(cells, rows, strict=True)]
     return table(header, cells)
 
