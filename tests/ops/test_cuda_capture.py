@@ -12,19 +12,22 @@ DEVICE = torch.device("cuda")
 
 
 def test_garbage_ends_no_capture() -> None:
-    """A cycle with a program in it, which would be collected in the middle of the next one's capture."""
-    x = torch.randn(64, 512, device=DEVICE)
-    want, pool = ops.softmax(x), cuda.Pool(DEVICE)
+    """A cycle with a program and its pinned input, which would be collected in the middle of the next one's capture."""
+    x, pool = torch.randn(64, 512), cuda.Pool(DEVICE)
+    want = ops.softmax(x.to(DEVICE))
     for _ in range(3):
-        with ops.capture(DEVICE) as program:
-            ops.softmax(x)
-        cycle: list[object] = [program]
+        staged = x.pin_memory()
+        with ops.capture(DEVICE, pool) as program:
+            ops.softmax(staged.to(DEVICE, non_blocking=True))
+        cycle: list[object] = [program, staged]
         cycle.append(cycle)
-        del program, cycle
+        del program, staged, cycle
+        kept = x.pin_memory()
         with ops.capture(DEVICE, pool) as other:
             objects = [[i] for i in range(100_000)]  # enough for Python to collect, where it may
-            result = ops.softmax(x)
+            result = ops.softmax(kept.to(DEVICE, non_blocking=True))
         del objects
+        assert x.pin_memory().is_pinned()  # torch looks after what was freed
         other.replay()
         assert torch.equal(result, want)
 
