@@ -19,11 +19,12 @@ from nibblelm.executor import STEP_ROWS
 from nibblelm.kv_cache import bytes_per_page, bytes_per_token
 from nibblelm.memory import free_memory, require_memory
 from nibblelm.models import family, open_model, tensor_plan
+from nibblelm.ops import PROMPT_TILE
 from nibblelm.pages import PAGE, page_count
 from nibblelm.prompts import Prompt, prompt_ids, prompt_list
 from nibblelm.request import GenerationOutput, LogitsRequest, Request, StreamPiece, Timings
 from nibblelm.rope import rope_bytes
-from nibblelm.runner import Runner, program_bytes, workspace_bytes
+from nibblelm.runner import PREFILL_CHUNK, Runner, program_bytes, workspace_bytes
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Scheduler, least_pages, most_pages
 from nibblelm.speculation import speculation
@@ -111,7 +112,8 @@ class LLM:
         self._guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
         check_tensors(checkpoint, tensor_plan(checkpoint.config), self.config.tied)
         logits = self._kept_logits(0 if drafts is None else drafts.most_rows)
-        self.kv_pages = self._plan_pages(checkpoint, kv_memory, max_context is not None, logits)
+        programs = program_bytes(self.config, self.device, logits) if graph else 0
+        self.kv_pages = self._plan_pages(checkpoint, kv_memory, max_context is not None, programs)
         if self.kv_pages < least_pages(self.max_context, self.config.window):
             self.max_context = min(self.max_context, self.kv_tokens)
         weights = CheckpointWeights(checkpoint, self.device, self.dtype, self.activations)
@@ -139,11 +141,12 @@ class LLM:
         def up_to(most: int) -> int:
             return sum(rows for rows in STEP_ROWS[self.device.type] if rows < 2 * most)
 
-        return 2 * up_to(self.max_sequences) + up_to(drafted) + 4 * self.max_sequences
+        tiles = self.max_sequences + PREFILL_CHUNK[self.device.type] // PROMPT_TILE
+        return 2 * up_to(self.max_sequences) + up_to(drafted) + 4 * tiles
 
-    def _plan_pages(self, checkpoint: Checkpoint, kv_memory: int | None, asked: bool, logits: int) -> int:
-        """Pages of keys and values, beside so many rows of logits. `asked`: the whole context was asked for by name, so
-        that less will not do."""
+    def _plan_pages(self, checkpoint: Checkpoint, kv_memory: int | None, asked: bool, programs: int) -> int:
+        """Pages of keys and values. `asked`: the whole context was asked for by name, so that less will not do.
+        `programs`: bytes that all of them would keep; a few, as fewer sequences need, have to find room."""
         c = self.config
         self._page_bytes = page_bytes = bytes_per_page(c.layers, c.kv_heads, c.head_dim, self.kv_dtype, self.device)
         wanted, least = page_count(self.max_context), least_pages(self.max_context, c.window)
@@ -153,12 +156,13 @@ class LLM:
             weights=sum(checkpoint.info(name).nbytes for name in checkpoint.names()),
             rope=rope_bytes(self.config, self.max_context, self.max_sequences + 1),
             workspace=workspace_bytes(self.config, self.device),
-            programs=program_bytes(self.config, self.device, logits),
+            programs=min(programs, workspace_bytes(self.config, self.device)),
         )
         advice = "Choose a smaller max_context (--ctx-size) or kv_memory (--kv-memory), fewer bits, or device cpu."
         require_memory(self.device, advice, cache=kv_memory or page_bytes, **others)
         if kv_memory is None:
-            taken = sum(others.values()) if self.device.type == "cuda" else 0  # the file is mapped, and may leave again
+            taken = sum((others | dict(programs=programs)).values())
+            taken = taken if self.device.type == "cuda" else 0  # the file is mapped, and may leave again
             kv_memory = max(int(KV_SHARE * (free_memory(self.device) - taken)), page_bytes)
             pages = min(self.max_sequences * wanted, kv_memory // page_bytes)
         else:

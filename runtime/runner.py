@@ -87,6 +87,7 @@ class Runner:
         self._prompt_steps: dict[tuple[int, int], list[PromptStep]] = {}  # by rows and tiles; none: seen once
         self._results: dict[int, Tensor] = {}  # of prompt steps by tiles: each is read before the next is run
         self._pool: Any = None  # of the device memory that programs have in common
+        self._most_rows = 0  # of the programs in it
 
     def with_capacity(self, capacity: int) -> "Runner":
         """A runner of the same model with room for `capacity` positions; this one gives up its cache."""
@@ -95,9 +96,11 @@ class Runner:
 
     def release(self) -> None:
         """Give up the cache and the programs that were captured on it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # a step in flight still writes into what goes now
-        held, self.history, self.cache = self.cache is not None, [], None
+        held, self.history = self.cache is not None, []
+        if held and self.device.type == "cuda":
+            with ops.backend(self.device).between_captures():
+                torch.cuda.synchronize(self.device)  # a step in flight still writes into what goes now
+        self.cache, self._most_rows = None, 0
         self._graphs.clear()
         self._steps.clear()
         self._states.clear()
@@ -105,7 +108,7 @@ class Runner:
         self._results.clear()
         self._pool = None
         if held and self.device.type == "cuda":
-            with self._card():
+            with self._card(), ops.backend(self.device).between_captures():
                 torch.cuda.empty_cache()  # else torch keeps it, and the device does not count it as free
 
     def reserve(self, slots: int, pages: int | None = None) -> None:
@@ -199,12 +202,13 @@ class Runner:
             step.program.replay()
             step.done.record(torch.cuda.current_stream(self.device))
             logits = step.result.clone()
-        else:  # the first time, kernels are loaded on the way
+        else:  # the first time, kernels are loaded on the way: those of the program, so it is filled up as well
+            size = key if programmed else (rows, len(tiles))
             if programmed:
                 self._prompt_steps[key] = []
-            inputs = torch.empty(sum(self._prompt_inputs.sizes(rows, len(tiles))), dtype=torch.int32)
-            self._prompt_inputs.put(inputs, prompts, tiles, rows, len(tiles))
-            logits = self._prompt_logits(ops.to_device(inputs, self.device), rows, len(tiles), every_row)
+            inputs = torch.empty(sum(self._prompt_inputs.sizes(*size)), dtype=torch.int32)
+            self._prompt_inputs.put(inputs, prompts, tiles, *size)
+            logits = self._prompt_logits(ops.to_device(inputs, self.device), *size, every_row)
         for p in prompts:
             self.history[p.slot] = list(p.ids)
         return logits if every_row else logits[: len(prompts)]
@@ -226,7 +230,7 @@ class Runner:
             shape = tiles, self.model.config.vocab_size
             self._results[tiles] = torch.empty(shape, dtype=torch.float32, device=self.device)
         result = self._results[tiles]
-        with self._capture() as program:
+        with self._capture(rows) as program:
             inputs = staged.to(self.device, non_blocking=True)
             result.copy_(self._prompt_logits(inputs, rows, tiles, every_row=False))
         return PromptStep(staged, program, result, torch.cuda.Event())
@@ -330,17 +334,18 @@ class Runner:
                 return DecodeStep(rows, _Eager(body, result), result)
             if self.device.type == "cuda":
                 body()
-            with self._capture() as program:
+            with self._capture(rows.shape[1]) as program:
                 result = body()
             return DecodeStep(rows, program, result)
 
-    def _capture(self) -> AbstractContextManager[ops.Program]:
+    def _capture(self, rows: int) -> AbstractContextManager[ops.Program]:
         """`ops.capture` into the programs' common memory. While it lasts, torch gives no free memory back to find room
-        for more: where there may be too little, it does so before, which takes up to a second."""
-        if self.device.type == "cuda":
-            room = workspace_bytes(self.model.config, self.device)
-            if torch.cuda.mem_get_info(self.device)[0] < room:
-                torch.cuda.empty_cache()
+        for more: where there may be too little for the largest yet, it does so before, which takes up to a second."""
+        if self.device.type == "cuda" and rows > self._most_rows:
+            self._most_rows = rows
+            if torch.cuda.mem_get_info(self.device)[0] < workspace_bytes(self.model.config, self.device):
+                with ops.backend(self.device).between_captures():
+                    torch.cuda.empty_cache()
         return ops.capture(self.device, self._pool)
 
     def _card(self) -> AbstractContextManager[object]:

@@ -28,7 +28,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 CACHE_DTYPES = {torch.float32: 0, torch.bfloat16: 2, torch.int8: 3}
 _programmatic: ContextVar[bool | None] = ContextVar("programmatic_launch", default=None)
 _wgmma: ContextVar[bool] = ContextVar("wgmma", default=True)
-_collection = Lock()  # held by who has put it off
+_between = Lock()  # held while a program is captured
 
 
 def _obstacle() -> str:
@@ -138,10 +138,17 @@ class Pool:
 
 
 @contextmanager
+def between_captures() -> Iterator[None]:
+    """For what waits for the whole device, or gives memory back to it: in any thread that ends a capture under way."""
+    with _between:
+        yield
+
+
+@contextmanager
 def _no_collection() -> Iterator[None]:
     """No cycle of Python objects is collected meanwhile: what one has of CUDA's, say a program, ends a capture when it
     is destroyed in its thread."""
-    with _collection:
+    with _between:
         enabled = gc.isenabled()
         gc.disable()
         try:
