@@ -86,9 +86,11 @@ def test_each_row_stands_beside_the_same_load() -> None:
         "",
         "37,700 / 65,400",
         "",
-        "",
+        "273 / 295",
         "8,322 / 11,638",
     ]
+    header = show_record.gpu([our_row(tree="another")], peer_rows()).splitlines()[0]
+    assert header.endswith("| vLLM 0.25.0 int4 / fp8, an earlier run |")
     assert "vLLM" not in show_record.gpu(rows)
     assert "| vLLM 0.25.0 int4 | mixed | 256 | 8,322 |" in show_record.vllm(peer_rows())
 
