@@ -3,14 +3,18 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from nibblelm import LLM, SamplingParams, convert
-from nibblelm.errors import CheckpointError, ConfigError, RequestError
+from nibblelm.errors import CheckpointError, ConfigError, DeviceError, RequestError
+from nibblelm.models import family
 from nibblelm.pages import PAGE
+from nibblelm.runner import program_bytes
+from nibblelm.shapes import SHAPES
 
 GOLDEN = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
@@ -256,3 +260,24 @@ def test_both_config_layouts_agree(stories: Path, tmp_path: Path, llm: LLM) -> N
     )
     ids = list(range(3, 40))
     assert torch.equal(LLM(folder, device="cpu", dtype="fp32").logits(ids), llm.logits(ids))
+
+
+def test_a_small_card_holds_what_few_programs_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of 256 sequences come to 2.2 GiB for a vocabulary of 128 K: planned for, and not asked for at once."""
+    llm, raw = object.__new__(LLM), SHAPES["llama-3-8b"]
+    llm.config = family(raw).read_config(raw)
+    llm.device, llm.kv_dtype = torch.device("cuda"), torch.bfloat16
+    llm.max_sequences, llm.max_context = 256, 8192
+    checkpoint = SimpleNamespace(names=lambda: ["all"], info=lambda _: SimpleNamespace(nbytes=int(4.7 * 2**30)))
+    programs = program_bytes(llm.config, llm.device, llm._kept_logits(0))
+    assert programs > 2.2 * 2**30
+
+    def pages(free_gib: float, programs: int = programs) -> int:
+        free = int(free_gib * 2**30)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _=None: (free, 8 << 30))
+        return llm._plan_pages(checkpoint, None, False, programs)  # type: ignore[arg-type]
+
+    assert pages(7.4) >= 1
+    assert pages(40) < pages(40, programs=0)
+    with pytest.raises(DeviceError, match=r"programs 0\.\d\d GiB"):
+        pages(6.0)
