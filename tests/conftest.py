@@ -1,9 +1,11 @@
 """Shared pytest options and fixtures."""
 
 import os
+import zlib
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -12,6 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--data", default=str(ROOT.parent / "shared" / "data"), help="folder of real checkpoints and text")
     parser.addoption("--every", action="store_true", help="every family in every format, not a sample of each")
     parser.addoption("--schedules", type=int, default=50, help="random schedules that the engine is tested with")
+    parser.addoption("--seed", type=int, default=0, help="of random numbers that tests draw without a seed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -19,6 +22,12 @@ def pytest_configure(config: pytest.Config) -> None:
     worker, cards = os.environ.get("PYTEST_XDIST_WORKER", ""), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if worker and len(cards) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = cards[int(worker.removeprefix("gw")) % len(cards)]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test draws the same numbers alone as in any worker, whatever ran before it."""
+    torch.manual_seed(zlib.crc32(item.nodeid.encode()) + item.config.getoption("--seed"))
 
 
 @pytest.fixture(scope="session")

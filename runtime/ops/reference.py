@@ -68,7 +68,8 @@ def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bo
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """The codes (..., D) and scales (...) of `Int8Pages` for x (..., D); all codes are 0 where x is not finite."""
     top = x.float().abs().amax(-1).clamp_min(2.0**-100)
-    codes = (x.float() * (127 / top).unsqueeze(-1)).round()
+    inverse = torch.div(torch.full_like(top, 127), top)  # a number over a tensor is its reciprocal, rounded, times it
+    codes = (x.float() * inverse.unsqueeze(-1)).round()
     return codes.where(top.isfinite().unsqueeze(-1), 0).to(torch.int8), top / 127
 
 

@@ -236,6 +236,14 @@ def test_kv_append_rounds_to_nearest_even(isa: str, dtype: torch.dtype) -> None:
         assert pool[7 * 6 // 2 - int(tables.sum())].eq(0).all()  # the page of no slot
 
 
+def test_int8_codes_of_the_reference() -> None:
+    """Values beside ties: their codes differ where 127 / top is not the quotient but 127 times a rounded reciprocal."""
+    steps = torch.cat(((torch.arange(127) + 0.5) / 127, torch.ones(1)))
+    rows = torch.rand(500, 1) * steps
+    for got, want in zip(reference.quantize_rows(rows), quantized(rows), strict=True):
+        assert torch.equal(got, want)
+
+
 @pytest.mark.parametrize("width", [7, 16, 80, 200])
 def test_kv_append_in_int8(isa: str, width: int) -> None:
     """Codes and scales of the definition to the bit: ties, zeros, tiny and huge rows; a row that is not finite reads as
