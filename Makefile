@@ -26,10 +26,11 @@ test: .venv/.installed-test
 	$(BIN)/pytest -n 2 --dist loadfile
 
 # What `make test` takes a sample of: random schedules of the engine, prompts with drafts, families in all formats
+LONG := benchmarks/cpu/check_long.json
 check-long: .venv/.installed-test
 	$(BIN)/pytest -n 2 tests/engine/test_scheduler.py tests/engine/test_exactness.py tests/engine/test_speculation.py \
-		--schedules 2000
-	$(BIN)/pytest -n 2 tests/models tests/engine/test_exactness.py --every
+		--schedules 2000 --record $(LONG)
+	$(BIN)/pytest -n 2 tests/models tests/engine/test_exactness.py --every --record $(LONG)
 
 lint: .venv/.installed-lint
 	$(BIN)/ruff check

@@ -1,6 +1,9 @@
 """Shared pytest options and fixtures."""
 
+import json
 import os
+import subprocess
+import time
 import zlib
 from pathlib import Path
 
@@ -8,6 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+BEGUN = time.monotonic()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -15,6 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", action="store_true", help="every family in every format, not a sample of each")
     parser.addoption("--schedules", type=int, default=50, help="random schedules that the engine is tested with")
     parser.addoption("--seed", type=int, default=0, help="of random numbers that tests draw without a seed")
+    parser.addoption("--record", type=Path, metavar="FILE", help="a JSON array to enter what the run came to")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,3 +42,18 @@ def data_dir(request: pytest.FixtureRequest) -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; pass --data=DIR")
     return folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """With --record, a row for this command, in place of an older one."""
+    record: Path | None = config.getoption("--record")
+    if record is None:
+        return
+    words = [word for word in config.invocation_params.args if word not in ("--record", str(record))]
+    row: dict[str, object] = {"command": " ".join(["pytest", *words])}
+    row |= {how: len(terminalreporter.stats.get(how, [])) for how in ("passed", "failed", "error", "skipped")}
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    row |= {"seconds": round(time.monotonic() - BEGUN), "commit": head.stdout.strip()}
+    rows = json.loads(record.read_text()) if record.exists() else []
+    rows = [*(other for other in rows if other["command"] != row["command"]), row]
+    record.write_text("[\n" + ",\n".join(f" {json.dumps(row)}" for row in rows) + "\n]\n")
