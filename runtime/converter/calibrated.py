@@ -16,6 +16,9 @@ from nibblelm.quant import awq, gptq
 from nibblelm.quant.affine import pack_zero_point
 from nibblelm.quant.rows import QuantizedRows, weighted_rows
 
+AWQ_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Those whose layers `Awq` knows by the names of their modules: what may be folded into what."""
+
 
 class Calibrated:
     """What becomes of the units of each layer. They must be asked for in the order of the model.

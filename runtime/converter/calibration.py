@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nibblelm.config import DecoderConfig
 from nibblelm.errors import ConvertError
-from nibblelm.graph import Value, record
+from nibblelm.graph import Graph, Value, record
 from nibblelm.kv_cache import KVCache
 from nibblelm.layers import PlanWeights, Step
 from nibblelm.models import family
@@ -99,7 +99,7 @@ def layer_of(name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-class _Skeleton(PlanWeights):
+class Skeleton(PlanWeights):
     """Vectors and the embedding table as they are; of matrices, in place of data, the modules and the order of rows."""
 
     def __init__(self, read: Read, device: torch.device) -> None:
@@ -146,6 +146,18 @@ Weigh = Callable[[list[str], Callable[[], Moments]], list[Tensor]]
 """(modules that read one input, moments of that input) -> their matrices, stacked, fp32: one for each stream."""
 
 
+def recorded(model: Any, config: DecoderConfig, count: int, device: torch.device) -> Graph:
+    """The forward of prompts of `count` tokens, from ids, positions, slots and tiles; all layers have one cache."""
+    model.rope.reach(count)
+    cache = KVCache(1, 1, config.kv_heads, count, config.head_dim, torch.float32, device)
+    cache.keys, cache.values = cache.keys * config.layers, cache.values * config.layers
+
+    def forward(ids: Value, positions: Value, slots: Value, tiles: Value) -> Value:
+        return model.forward(Step(ids, positions, slots, cache, tiles))
+
+    return record(forward, 4, device)
+
+
 class Walk:
     """Activations of all samples on their way through the layers, one layer at a time.
 
@@ -156,16 +168,9 @@ class Walk:
     def __init__(
         self, ids: Tensor, raw: dict[str, Any], config: DecoderConfig, read: Read, device: torch.device, streams: int
     ) -> None:
-        model, count = family(raw).Model(_Skeleton(read, device), config, ids.shape[1]), ids.shape[1]
-        model.rope.reach(count)
-        cache = KVCache(1, 1, config.kv_heads, count, config.head_dim, torch.float32, device)
-        cache.keys, cache.values = cache.keys * config.layers, cache.values * config.layers
+        model, count = family(raw).Model(Skeleton(read, device), config, ids.shape[1]), ids.shape[1]
         positions = torch.arange(count, dtype=torch.int32, device=device)
-
-        def forward(ids: Value, positions: Value, slots: Value, tiles: Value) -> Value:
-            return model.forward(Step(ids, positions, slots, cache, tiles))
-
-        self._graph = record(forward, 4, device)
+        self._graph = recorded(model, config, count, device)
         # Activations of each stream, and in it of each sample, that a node still reads.
         self._held = [[self._embedded(row, positions) for row in ids] for _ in range(streams)]
         self._at = 1

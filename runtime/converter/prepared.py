@@ -10,10 +10,10 @@ from torch import Tensor
 from nibblelm.arguments import select_device
 from nibblelm.checkpoint import Checkpoint
 from nibblelm.config import DecoderConfig
-from nibblelm.converter.calibrated import Awq, Gptq
+from nibblelm.converter.calibrated import AWQ_FAMILIES, Awq, Gptq
 from nibblelm.converter.calibration import Walk, read_calibration
 from nibblelm.converter.plan import Unit
-from nibblelm.converter.rotate import LLAMA_WIRING, rotated
+from nibblelm.converter.rotate import rotated
 from nibblelm.converter.source import whole
 from nibblelm.errors import ConvertError
 from nibblelm.models import family
@@ -55,13 +55,14 @@ class Prepared:
         self._checkpoint, self._options = checkpoint, options
         self._units = {unit.spec.name: unit for unit in units}
         self._config = family(checkpoint.config).read_config(checkpoint.config)
-        self._read = rotated(self._stored, self._config, options.seed) if options.rotate else self._stored
+        args = (checkpoint.config, self._config, options.seed)
+        self._read = rotated(self._stored, *args) if options.rotate else self._stored
         self.read: list[tuple[str, str]] = []
         self.record: dict[str, Any] | None = None
         self.fingerprint: dict[str, Any] = {}
-        if options.method == "awq" and self._config.model_type not in LLAMA_WIRING:
+        if options.method == "awq" and self._config.model_type not in AWQ_FAMILIES:
             raise ConvertError(
-                f"model_type {self._config.model_type!r}: awq is not supported, only for {', '.join(LLAMA_WIRING)}; "
+                f"model_type {self._config.model_type!r}: awq is not supported, only for {', '.join(AWQ_FAMILIES)}; "
                 "use gptq"
             )
         if options.method in CALIBRATED:
@@ -87,7 +88,10 @@ class Prepared:
 
         def plain(unit: Unit) -> Made:
             turned = unit.spec.transposed and unit.scheme is not None
-            return self._read(unit.spec.name).float() if self._options.rotate or turned else None
+            if not (self._options.rotate or turned):
+                return None
+            value = self._read(unit.spec.name).float()
+            return value.T.contiguous() if unit.spec.transposed and unit.scheme is None else value
 
         if self.record is None:
             return plain

@@ -236,12 +236,13 @@ def _groups(
     plan = PlanWeights()
     module.Model(plan, config, positions=1)
     of = {unit.spec.module: unit for unit in units if unit.spec.kind == "linear" and unit.scheme is not None}
-    sources = {unit.spec.name: unit.source for unit in units}
+    specs = {unit.spec.name: unit for unit in units}
 
     def stored(name: str) -> Tensor:
-        return checkpoint.tensor(sources[name])
+        tensor = checkpoint.tensor(specs[name].source)
+        return tensor.T.contiguous() if specs[name].spec.transposed else tensor
 
-    read = rotated(stored, config, options.seed) if options.rotate else None
+    read = rotated(stored, checkpoint.config, config, options.seed) if options.rotate else None
     weights, length = _OpenWeights(checkpoint, card, read), len(pieces[0].ids)
     runner = Runner(module.Model(weights, config, length), card, torch.float32, length, graph=False)
 

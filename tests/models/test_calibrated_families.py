@@ -54,3 +54,15 @@ def test_what_cannot_be_walked_is_refused(name: str, tmp_path: Path) -> None:
     source, text, _ = with_text(name, tmp_path)
     with pytest.raises(ConvertError, match=REFUSED[name]):
         convert(source, tmp_path / "out", bits=4, method="gptq", calibration=text, samples=4)
+
+
+def test_a_target_for_a_family_with_turned_matrices(tmp_path: Path) -> None:
+    """gpt2's files have (K, N): what is searched, and what is written, is of (N, K), rotated or not."""
+    source, text, ids = with_text("gpt2", tmp_path)
+    want = LLM(source, device="cpu", dtype="fp32").logits(ids)
+    options = dict(target_kl=0.05, method="minmax", calibration=text, samples=8)
+    for rotate in (False, True):
+        convert(source, tmp_path / "out", overwrite=True, rotate=rotate, **options)
+        got = LLM(tmp_path / "out", device="cpu", dtype="fp32").logits(ids)
+        divergence = (want.log_softmax(-1).exp() * (want.log_softmax(-1) - got.log_softmax(-1))).sum(-1).mean()
+        assert 0 < divergence <= 1.2 * 0.05

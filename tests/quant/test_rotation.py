@@ -6,10 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nibblelm import convert
-from nibblelm.config import DecoderConfig
-from nibblelm.converter.rotate import rotated
 from nibblelm.errors import ConvertError
-from nibblelm.models import family
 from nibblelm.quant.rotation import Rotation
 
 # Sizes that are not powers of two, grouped queries, biases, norms on heads, tied tables.
@@ -51,6 +48,17 @@ def test_rotations_are_orthogonal_and_flat(size):
     assert torch.allclose(rotation.rows(x.T), matrix.T @ x.T, atol=1e-12)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 24, 64, 208, 896])
+def test_rotations_that_keep_the_mean(size):
+    rotation = Rotation(size, seed=3, keeps_mean=True)
+    matrix = rotation(torch.eye(size))
+    assert np.abs(matrix.numpy() @ matrix.numpy().T - np.eye(size)).max() < 1e-12
+    x = torch.randn(5, size, dtype=torch.float64)
+    assert torch.allclose(rotation(x).mean(-1), x.mean(-1), atol=1e-12)
+    ones = matrix.new_ones(size)  # the reflection adds as much as sums of columns differ from 1
+    assert matrix.abs().max() * size**0.5 <= 2**0.5 + (Rotation(size, seed=3)(ones) - ones).abs().max() + 1e-9
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_rotated_fp32_folder_has_the_sources_logits(variant, save, tmp_path):
     source = save(variant.partition("-")[0], torch.float32, **VARIANTS[variant])
@@ -75,10 +83,10 @@ def test_what_cannot_be_rotated_is_refused(save, tmp_path):
     source = save("llama", tie_word_embeddings=True)
     with pytest.raises(ConvertError, match="tied"):
         convert(source, tmp_path / "out", rotate=True, keep_tied=True)
-    raw = dict(model_type="llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
-    config: DecoderConfig = family(raw).read_config(
-        raw | dict(num_attention_heads=1, max_position_embeddings=8, rms_norm_eps=1e-5)
-    )
-    other = type(config)(**(config.__dict__ | {"model_type": "gpt-j"}))
-    with pytest.raises(ConvertError, match="gpt-j"):
-        rotated(lambda name: torch.empty(0), other, 0)
+    neox = save("gpt_neox", name="neox")
+    model = AutoModelForCausalLM.from_pretrained(neox)
+    with torch.no_grad():
+        model.gpt_neox.layers[1].input_layernorm.weight[3] = 0
+    model.save_pretrained(neox)
+    with pytest.raises(ConvertError, match=r"gpt_neox\.layers\.1\.input_layernorm\.weight has a gain of 0"):
+        convert(neox, tmp_path / "out", rotate=True)
