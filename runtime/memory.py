@@ -49,5 +49,11 @@ def reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
         return torch.empty(shape, dtype=dtype, device=device)
     count = prod(shape)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    reserved = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+    try:
+        reserved = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+    except (OSError, OverflowError, ValueError) as error:
+        raise DeviceError(
+            f"{count * dtype.itemsize / 2**30:.2f} GiB of address space cannot be had: {error}. Choose a smaller "
+            "max_context (--ctx-size), kv_memory (--kv-memory) or max_sequences"
+        ) from error
     return torch.frombuffer(reserved, dtype=dtype, count=count).view(shape)

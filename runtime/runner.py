@@ -303,10 +303,10 @@ class Runner:
         drawn = state.steps.tolist()
         return SampledSteps(self._steps[key], self.history, self.capacity, list(ids), list(slots), drawn, wanted)
 
-    def kernels_per_step(self, batch: int) -> int:
-        """Kernels of the decode step for `batch` sequences that has run."""
-        step = self._steps.get((batch, "sampled")) or self._steps[batch, "apart"]
-        return len(step.program)
+    def kernels_per_step(self, batch: int) -> int | None:
+        """Kernels of the decode step for `batch` sequences, None where no program of it has run."""
+        step = self._steps.get((batch, "sampled")) or self._steps.get((batch, "apart"))
+        return None if step is None or isinstance(step.program, _Eager) else len(step.program)
 
     def _logits(self, rows: Tensor, related: bool = False) -> Tensor:
         return self._graph(prompts=False, every_row=True, related=related)(*self._inputs(rows))

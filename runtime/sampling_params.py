@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
-from typing import Any
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from nibblelm.errors import ConfigError, RequestError
 
@@ -17,6 +17,8 @@ DEFAULTS: dict[str, float] = {
     "repetition_penalty": 1.0,
 }
 DEFAULT_MAX_TOKENS = 256
+
+_MOST_BIAS = 1e38  # beyond it fp32 has none
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     skip_special_tokens: bool = True
-    schema: Mapping[str, Any] | bool | str | None = None
+    schema: Mapping[str, Any] | Literal[True] | str | None = None
     regex: str | None = None
     grammar: str | None = None
     logprobs: int | None = None
@@ -70,7 +72,7 @@ class SamplingParams:
         _number(self, "top_k", int, "0 (off) or more", lambda v: v >= 0)
         _number(self, "top_p", float, "0 to 1 (off)", lambda v: 0 <= v <= 1)
         _number(self, "min_p", float, "0 (off) to 1", lambda v: 0 <= v <= 1)
-        _number(self, "repetition_penalty", float, "above 0 to 100, 1 is off", lambda v: 0 < v <= 100)
+        _number(self, "repetition_penalty", float, "0.01 to 100, 1 is off", lambda v: 0.01 <= v <= 100)
         _number(self, "presence_penalty", float, "-2 to 2, 0 is off", lambda v: -2 <= v <= 2)
         _number(self, "frequency_penalty", float, "-2 to 2, 0 is off", lambda v: -2 <= v <= 2)
         _number(self, "seed", int, "0 to 2**64 - 1", lambda v: 0 <= v < 2**64)
@@ -89,22 +91,24 @@ class SamplingParams:
         )  # fmt: skip
         for name in ("ignore_eos", "skip_special_tokens"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        bias = {} if self.logit_bias is None else self.logit_bias
+        bias: Any = {} if self.logit_bias is None else self.logit_bias
         _require(
             isinstance(bias, Mapping) and all(_is_id(i) and _is_bias(value) for i, value in bias.items()),
-            "logit_bias", self.logit_bias, "a mapping from token ids to numbers below infinity",
+            "logit_bias", self.logit_bias, "a mapping from token ids to numbers of at most 1e38, or minus infinity",
         )  # fmt: skip
         _require(
-            self.schema is None or isinstance(self.schema, Mapping | bool | str),
-            "schema", self.schema, "a JSON schema as a mapping, true, false or their text",
+            self.schema is None or self.schema is True or isinstance(self.schema, Mapping | str),
+            "schema", self.schema, "a JSON schema as a mapping or its text, or True for any JSON value",
         )  # fmt: skip
         for name in ("regex", "grammar"):
             _require(isinstance(getattr(self, name), str | None), name, getattr(self, name), "text")
         guided = [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]
         _require(len(guided) < 2, " and ".join(guided), "given", "one of schema, regex and grammar")
         _require(not (guided and self.ignore_eos), "ignore_eos", True, f"False with {guided}, which end answers")
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", {int(i): float(value) for i, value in bias.items()})
         object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(stop_ids))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, stop_ids)))
 
     def resolve(self, generation_config: Mapping[str, Any]) -> "SamplingParams":
         """These parameters with every None of a sampling parameter filled in (seed and logprobs stay).
@@ -132,16 +136,24 @@ def _require(condition: bool, name: str, value: object, supported: str) -> None:
 
 
 def _number(params: SamplingParams, name: str, kind: type, supported: str, in_range: Any) -> None:
-    value = getattr(params, name)
+    value: Any = getattr(params, name)
     if value is None:
         return
-    number = isinstance(value, int if kind is int else Real) and not isinstance(value, bool)
+    number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
     _require(number and bool(in_range(value)), name, value, f"{kind.__name__}, {supported}")
+    object.__setattr__(
+        params, name, kind(getattr(params, name))
+    )  # of NumPy, or a fraction: what computes with it need not know them
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _is_bias(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and float(value) < math.inf
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return float(value) == -math.inf or abs(float(value)) <= _MOST_BIAS
+    except OverflowError:
+        return False

@@ -78,7 +78,7 @@ class Guides:
             return None
         ((name, value),) = asked.items()
         try:
-            text = value if isinstance(value, str) else json.dumps(value)
+            text = "{}" if value is True else value if isinstance(value, str) else json.dumps(value)
         except (TypeError, ValueError, RecursionError) as error:
             raise SchemaError(f"the {name} is no JSON value: {error}") from error
         if len(text) > LONGEST:

@@ -159,7 +159,7 @@ def write_json(path: Path, value: Any) -> None:
     """Write a JSON file durably and in one step: a reader sees all of it or nothing."""
     partial = path.with_name(f"{path.name}.partial")
     with typed_write_errors(path), partial.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        file.write(json.dumps(value, indent=2) + "\n")  # in ASCII: a lone surrogate has no UTF-8
         file.flush()
         os.fsync(file.fileno())
     with typed_write_errors(path):

@@ -5,6 +5,7 @@ one readable line; 2 for usage; 130 after Ctrl-C.
 """
 
 import argparse
+import io
 import os
 import signal
 import sys
@@ -40,6 +41,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):  # what a terminal's encoding has no character for is shown by its number
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     args = build_parser().parse_args(argv)
     if not args.debug:
         warnings.showwarning = _plain_warning

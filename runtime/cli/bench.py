@@ -13,6 +13,7 @@ from nibblelm.cli.options import (
     add_kv_memory_argument,
     add_speculate_argument,
     keep_loaded,
+    number,
     positive,
 )
 
@@ -56,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_speculate_argument(parser, "measure loads without and with drafts from a first run's text")
     parser.add_argument(
         "--acceptance",
-        type=_share,
+        type=number(float, "0 to 1", lambda value: 0 <= value <= 1),
         nargs="+",
         metavar="A",
         help="of this, the share left right (0.8 0)",
@@ -102,12 +103,6 @@ def run(args: argparse.Namespace) -> int:
         row = _mixed(args, first.with_capacity(MIXED_CONTEXT), facts)
         print(json.dumps(row) if args.json else _mixed_table(row), flush=True)
     return 0
-
-
-def _share(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be 0 to 1, got {text}")
-    return value
 
 
 def _loads(args: argparse.Namespace, limit: int) -> "list[Load]":
@@ -299,6 +294,7 @@ def _from_shape(args: argparse.Namespace, context: int) -> tuple["Runner", dict[
 
 def _table(row: dict[str, Any]) -> str:
     prefill, decode = row["prefill_tok_s"], row["decode_tok_s"]
+    kernels = "" if row["kernels_per_token"] is None else f"{row['kernels_per_token']} kernels per step, "
     percent = 100 * row["achieved_gb_s"] / row["peak_gb_s"]
     return "\n".join(
         [
@@ -308,6 +304,6 @@ def _table(row: dict[str, Any]) -> str:
             f"decode  {row['generated_tokens']:>6}   {decode['mean']:10.1f} ± {decode['std']:.1f} tok/s",
             f"memory traffic   {row['achieved_gb_s']:.1f} of {row['peak_gb_s']:.1f} GB/s ({percent:.0f} %), "
             f"{row['weight_bytes'] / 1e6:.0f} MB of weights per step",
-            f"load {row['load_s']:.2f} s, {row['kernels_per_token']} kernels per step, ids {row['ids_hash']}",
+            f"load {row['load_s']:.2f} s, {kernels}ids {row['ids_hash']}",
         ]
     )

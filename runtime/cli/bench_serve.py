@@ -4,8 +4,9 @@ import argparse
 import json
 import math
 
-from nibblelm.cli.options import positive
+from nibblelm.cli.options import number, positive
 
+_RATE = number(float, "above 0", lambda value: value > 0)
 HELP = "measure a server with OpenAI's API, this or any other, under load"
 
 
@@ -14,15 +15,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--served-model", metavar="NAME", help="model to ask for (default: the first that is listed)")
     parser.add_argument("--api-key", metavar="KEY")
     parser.add_argument("--requests", type=positive, default=200, metavar="N", help="how many to send (200)")
-    parser.add_argument("--rate", type=_rate, default=math.inf, metavar="R", help="arrivals a second (all at once)")
+    parser.add_argument("--rate", type=_RATE, default=math.inf, metavar="R", help="arrivals a second (all at once)")
     parser.add_argument("--concurrency", type=positive, default=64, metavar="C", help="most at a time (64)")
     parser.add_argument("--prompt-mean", type=positive, default=220, metavar="N", help="words of a prompt (220)")
     parser.add_argument("--answer-mean", type=positive, default=200, metavar="N", help="tokens of an answer (200)")
     parser.add_argument("--longest-prompt", type=positive, default=1024, metavar="N", help="(1024)")
     parser.add_argument("--longest-answer", type=positive, default=1024, metavar="N", help="(1024)")
     parser.add_argument("--ignore-eos", action="store_true", help="answers of full length, where a server knows that")
-    parser.add_argument("--ttft-goal", type=_rate, default=200.0, metavar="MS", help="for goodput (200)")
-    parser.add_argument("--tpot-goal", type=_rate, default=10.0, metavar="MS", help="for goodput (10)")
+    parser.add_argument("--ttft-goal", type=_RATE, default=200.0, metavar="MS", help="for goodput (200)")
+    parser.add_argument("--tpot-goal", type=_RATE, default=10.0, metavar="MS", help="for goodput (10)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -65,9 +66,3 @@ def run(args: argparse.Namespace) -> int:
     ):
         print(f"{text:<16} {'  '.join(f'{value:7.1f}' for value in figures[name].values())}")
     return 0
-
-
-def _rate(text: str) -> float:
-    if not (value := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value

@@ -4,7 +4,7 @@ import argparse
 import gc
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -155,12 +155,22 @@ def print_footer(output: "GenerationOutput") -> None:
     )
 
 
-def positive(text: str) -> int:
-    """An argument that is 1 or more."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
+def number(kind: Callable[[str], Any], supported: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """The type of an argument: one line for what is no number, and for one out of range."""
+
+    def parsed(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not fits(value):
+            raise argparse.ArgumentTypeError(f"must be {supported}, got {text!r}")
+        return value
+
+    return parsed
+
+
+positive = number(int, "a whole number of at least 1", lambda value: value >= 1)
 
 
 def byte_count(text: str) -> int:

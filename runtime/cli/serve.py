@@ -4,13 +4,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from nibblelm.cli.options import add_load_arguments, load_model, positive, print_load
+from nibblelm.cli.options import add_load_arguments, load_model, number, positive, print_load
 
 HELP = "serve a model over HTTP, as OpenAI's API has it"
 
 SWITCH_S = 0.0005
 """Seconds after which a Python thread makes way for another that waits, 0.005 by default: so long the engine's would
 wait for the event loop, several times a step."""
+
+_PORT = number(int, "0 to 65535", lambda value: 0 <= value <= 65535)
+_COUNT = number(int, "a whole number of at least 0", lambda value: value >= 0)
+_SECONDS = number(float, "0 to 1000000 seconds", lambda value: 0 <= value <= 1e6)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
-    group.add_argument("--port", type=_port, default=8000, metavar="N", help="0 takes one that is free (8000)")
+    group.add_argument("--port", type=_PORT, default=8000, metavar="N", help="0 takes one that is free (8000)")
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help="ask for it; may be repeated")
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line, that `ps` does not show")
     group.add_argument(
@@ -31,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="its name (default: MODEL); may be repeated",
     )
     group.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help="allow pages of ORIGIN, * for all")
-    group.add_argument("--max-queue", type=_count, default=256, metavar="N", help="outputs that may wait (256)")
-    group.add_argument("--timeout", type=_seconds, default=3600, metavar="S", help="seconds of one request (3600)")
-    group.add_argument("--drain", type=_seconds, default=30, metavar="S", help="seconds to end in, after SIGTERM (30)")
+    group.add_argument("--max-queue", type=_COUNT, default=256, metavar="N", help="outputs that may wait (256)")
+    group.add_argument("--timeout", type=_SECONDS, default=3600, metavar="S", help="seconds of one request (3600)")
+    group.add_argument("--drain", type=_SECONDS, default=30, metavar="S", help="seconds to end in, after SIGTERM (30)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,21 +73,3 @@ def _keys(path: Path | None) -> list[str]:
     if not keys:
         raise RequestError(f"{path} has no key; write one a line")
     return keys
-
-
-def _port(text: str) -> int:
-    if not 0 <= (value := int(text)) <= 65535:
-        raise argparse.ArgumentTypeError(f"must be 0 to 65535, got {value}")
-    return value
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    if not 0 <= (value := float(text)) <= 1e6:
-        raise argparse.ArgumentTypeError(f"must be 0 to 1000000 seconds, got {value}")
-    return value

@@ -101,6 +101,8 @@ def convert(
     finished by then is kept for `resume`.
     """
     started = time.monotonic()
+    if not str(dst).strip():
+        raise ConvertError("the destination is an empty path; name a folder")
     rules = (keep,) if isinstance(keep, str) else tuple(keep)
     options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, dtype, rotate, samples, seed)
     arguments = (calibration, device, parse_size(max_shard_size), strict, threads or _cores())

@@ -204,6 +204,39 @@ def test_bench_fits_its_default_load_to_the_context(stories: str, monkeypatch: p
     assert (result.returncode, "700" in result.stderr) == (1, True)
 
 
+@pytest.mark.parametrize("flags", [["--no-graph", "--batch", "2"], ["--gen-tokens", "1"]])
+def test_bench_without_a_program_that_ran(stories: str, flags: list[str]) -> None:
+    result = run("bench", "-m", stories, "--prompt-tokens", "10", "--gen-tokens", "5", *flags)
+    assert result.returncode == 0, result.stderr
+    assert "kernels per step" not in result.stdout
+
+
+def test_an_output_that_knows_no_such_character(stories: str) -> None:
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [*COMMAND, "generate", "-m", stories, "-p", "Once ☀", "-n", "4", "--echo"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    assert (result.returncode, result.stdout[:11]) == (0, r"Once \u2600"), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "--threads", "abc"], "must be a whole number of at least 1, got 'abc'"),
+        (["serve", "m", "--port", "x"], "must be 0 to 65535, got 'x'"),
+        (["serve", "m", "--timeout", "-1"], "must be 0 to 1000000 seconds, got '-1'"),
+    ],
+)
+def test_numbers_that_are_none(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert (result.returncode, message in result.stderr) == (2, True), result.stderr
+
+
+def test_memory_that_there_is_not(stories: str) -> None:
+    result = run("generate", "-m", stories, "-p", "a", "--kv-memory", "1e30")
+    assert (result.returncode, result.stderr.count("\n")) == (1, 1), result.stderr
+    assert "--kv-memory" in result.stderr
+
+
 def test_debug_shows_the_traceback() -> None:
     assert "Traceback" in run("info", "-m", "/nowhere/model", "--debug").stderr
 

@@ -5,6 +5,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -363,6 +364,7 @@ def test_resolution_order() -> None:
         ({"top_p": 1.01}, "top_p is 1.01"),
         ({"min_p": -1}, "min_p is -1"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"repetition_penalty": 1e-60}, "repetition_penalty is 1e-60; supported: float, 0.01 to 100"),
         ({"presence_penalty": 2.5}, "presence_penalty is 2.5"),
         ({"frequency_penalty": -3}, "frequency_penalty is -3"),
         ({"max_tokens": 0}, "max_tokens is 0"),
@@ -376,7 +378,10 @@ def test_resolution_order() -> None:
         ({"ignore_eos": 1}, "ignore_eos is 1"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias is"),
         ({"logit_bias": {5: math.inf}}, "logit_bias is"),
+        ({"logit_bias": {5: 10**400}}, "logit_bias is"),
+        ({"logit_bias": {5: 1e39}}, "logit_bias is .* numbers of at most 1e38, or minus infinity"),
         ({"logit_bias": [5]}, "logit_bias is"),
+        ({"schema": False}, "schema is False; .* or True for any JSON value"),
     ],
 )
 def test_parameters_out_of_range(options: dict[str, Any], message: str) -> None:
@@ -393,6 +398,15 @@ def test_other_errors_and_forms() -> None:
         Sampler(SamplingParams(), 3).sample(torch.tensor([0.0, math.nan, 1.0]))
     assert SamplingParams(stop="###").stop == ("###",)
     assert SamplingParams(stop=["a"], stop_token_ids=[3]).stop_token_ids == (3,)
+
+
+@pytest.mark.parametrize("half", [Fraction(1, 2), np.longdouble(0.5), np.float32(0.5)])
+def test_numbers_of_any_kind_become_plain_ones(half: Any) -> None:
+    """What computes with parameters is a thread that serves all: a kind of number it does not know would end them."""
+    params = SamplingParams(temperature=half, max_tokens=np.int64(7), logit_bias={np.int32(3): half})  # type: ignore[arg-type]
+    plain = [params.temperature, params.max_tokens, *params.logit_bias.items()]  # type: ignore[union-attr]
+    assert plain == [0.5, 7, (3, 0.5)]
+    assert [type(value) for value in (*plain[:2], *plain[2])] == [float, int, int, float]
 
 
 def timed(call: Callable[[], object]) -> float:

@@ -74,6 +74,7 @@ def test_any_object_expressions_and_grammars(llm: LLM) -> None:
     sums = llm.generate(PROMPT, grammar='start: N ("+" N){2}\nN: /[0-9]{1,3}/', **sampled)
     assert re.fullmatch(r"[0-9]{1,3}(\+[0-9]{1,3}){2}", sums.text)
     assert llm.generate(PROMPT, schema={"type": "object"}, **sampled).text.startswith("{")
+    json.loads(llm.generate(PROMPT, schema=True, **{**sampled, "max_tokens": 400}).text)
 
 
 def test_a_tokenizer_that_adds_and_drops_spaces(data_dir: Path) -> None:

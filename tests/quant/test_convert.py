@@ -441,3 +441,12 @@ def test_progress_counts_source_bytes(save, tmp_path):
     assert len({total for _, total, _ in calls}) == 1
     head = 331 * 64 * 2  # the table is read twice: for itself and for the head of its own
     assert done[-1] == calls[-1][1] == report.source_bytes + head
+
+
+def test_a_config_with_half_a_character(save, tmp_path):
+    """JSON may name it by its number; UTF-8 has none of it."""
+    source = save("llama")
+    config = source / "config.json"
+    config.write_text(config.read_text().replace("{", '{"_name_or_path": "\\ud800",', 1))
+    convert(source, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["_name_or_path"] == "\ud800"
