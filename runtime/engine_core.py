@@ -8,9 +8,7 @@ import asyncio
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from collections.abc import Sequence as Several
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 
 from nibblelm.errors import EngineError, RequestError
 from nibblelm.executor import Choice, Executor
+from nibblelm.readers import Reader, Waker, collect
 from nibblelm.request import LogitsRequest, Request
 from nibblelm.runner import Runner
 from nibblelm.scheduler import Scheduler, Sequence
@@ -43,7 +42,6 @@ class Engine:
         self._core = _Core(runner, scheduler, speculation)
         self.stats = self._core.stats
         self.scheduler = scheduler  # for the engine's thread; others may look at its counts
-        self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Waker] = weakref.WeakKeyDictionary()
         self.most, self._added = most, 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -86,6 +84,17 @@ class Engine:
         end = self._core.end
         return None if end is None else end()
 
+    def waker(self) -> Waker:
+        """Of the event loop that runs here."""
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            there = [waker for waker in self._core.wakers if waker.loop() is not None]
+            own = next((waker for waker in there if waker.loop() is loop), None)
+            if own is None:
+                own = Waker(loop)
+                self._core.wakers = (*there, own)
+        return own
+
     def close(self) -> None:
         """End the thread, after its step; unfinished requests get an EngineError."""
         with self._lock:
@@ -124,8 +133,10 @@ class Handle:
         if not self._ended:
             self._core.inbox.put((self._core.abort, (self._sequence, self._channel)))
             self._channel.items.put((_ABORTED, True))
-            self._channel.wake()
-            self._ended = True
+            if (reader := self._channel.reader) is not None:
+                reader.tell()
+                reader.waker.wake()
+            self._end()
 
     def result(self) -> Any:
         """The last of `tokens`: a StreamPiece with the output, or logits."""
@@ -135,105 +146,37 @@ class Handle:
     def __del__(self) -> None:
         self.abort()
 
-    def _notify(self, loop: asyncio.AbstractEventLoop, news: asyncio.Event) -> None:
-        """Set `news`, in its loop, whenever there is something to take."""
-        waker = self._engine._wakers.setdefault(loop, _Waker(loop))
-        self._channel.notify = lambda: waker.wake(news)
+    def waker(self) -> Waker:
+        """That of the engine for the event loop that runs here."""
+        return self._engine.waker()
 
-    def _waiting(self) -> Iterator[Any]:
-        """What can be taken without waiting."""
-        while not self._ended and not self._channel.items.empty():
-            item = self._taken(self._channel.items.get())
+    def tell(self, reader: Reader | None) -> None:
+        """Who is told of what comes from now on."""
+        self._channel.reader = reader
+
+    def waiting(self, pieces: list[Any]) -> bool:
+        """Add what can be taken without waiting. Whether more may come. Raises what `tokens` would."""
+        items = self._channel.items
+        while not self._ended and not items.empty():
+            item = self._taken(items.get())
             if item is not _ABORTED:
-                yield item
+                pieces.append(item)
+        return not self._ended
+
+    def _end(self) -> None:
+        self._ended, self._channel.reader = True, None  # which holds this handle
 
     def _taken(self, entry: tuple[Any, bool]) -> Any:
         item, last = entry
         channel = self._channel
         channel.read += 1
-        self._ended = self._ended or last
+        if last:
+            self._end()
         if channel.held and channel.backlog <= BACKLOG // 2:
             self._core.inbox.put((self._core.resume, (self._sequence, channel)))
         if isinstance(item, Exception):
             raise item
         return item
-
-
-async def collect(handles: Several[Handle], tick_s: float | None = None) -> AsyncIterator[list[tuple[int, Any]]]:
-    """What comes of requests of one engine, read together in an event loop: all that is there, each with the place of
-    its handle. With `tick_s` an empty list every so often, whether something came or not. Leaving aborts them all.
-
-    Raises what a handle's `tokens` would.
-    """
-    news = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    timer: asyncio.TimerHandle | None = None
-    ticked = False
-
-    def tick() -> None:
-        nonlocal timer, ticked
-        ticked = True
-        news.set()
-        assert tick_s is not None
-        timer = loop.call_later(tick_s, tick)
-
-    try:
-        if tick_s is not None:
-            timer = loop.call_later(tick_s, tick)
-        for handle in handles:
-            handle._notify(loop, news)
-        open_handles = dict(enumerate(handles))
-        while open_handles:
-            news.clear()
-            batch, failure = _drained(open_handles)
-            if batch or ticked:
-                ticked = False
-                yield batch
-            if failure is not None:
-                raise failure
-            if not batch and open_handles:
-                await news.wait()
-    finally:
-        if timer is not None:
-            timer.cancel()
-        for handle in handles:
-            handle.abort()
-
-
-def _drained(handles: dict[int, Handle]) -> tuple[list[tuple[int, Any]], Exception | None]:
-    """What can be taken from each without waiting, and the first error, which stands behind it; who has ended goes."""
-    batch: list[tuple[int, Any]] = []
-    failure: Exception | None = None
-    for place, handle in list(handles.items()):
-        try:
-            for item in handle._waiting():
-                batch.append((place, item))
-        except Exception as error:
-            failure = failure or error
-        if handle._ended:
-            del handles[place]
-    return batch, failure
-
-
-class _Waker:
-    """Wakes the readers of one event loop, with one call into it for all that came since the loop last looked."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = weakref.ref(loop)
-        self._due: deque[asyncio.Event] = deque()
-        self._called = False
-
-    def wake(self, event: asyncio.Event) -> None:
-        """From any thread. Raises RuntimeError where the loop is closed."""
-        self._due.append(event)
-        if not self._called and (loop := self._loop()) is not None:
-            self._called = True
-            loop.call_soon_threadsafe(self._wake_all)
-
-    def _wake_all(self) -> None:
-        self._called = False  # before looking: what comes from now on calls again
-        while self._due:
-            self._due.popleft().set()
 
 
 class _Channel:
@@ -244,7 +187,7 @@ class _Channel:
         self.items: SimpleQueue[tuple[Any, bool]] = SimpleQueue()
         self.sent = self.read = 0  # each is written by one side alone
         self.held = False  # the sequence sits out
-        self.notify: Callable[[], object] | None = None
+        self.reader: Reader | None = None
 
     @property
     def backlog(self) -> int:
@@ -254,15 +197,8 @@ class _Channel:
         if self.stream or last:
             self.sent += 1
             self.items.put((item, last))
-            self.wake()
-
-    def wake(self) -> None:
-        """Tell an event loop that there is something to take."""
-        if self.notify is not None:
-            try:
-                self.notify()
-            except RuntimeError:  # the loop is closed, and nobody waits
-                self.notify = None
+            if (reader := self.reader) is not None:
+                reader.tell()
 
 
 class _Core:
@@ -271,6 +207,7 @@ class _Core:
     def __init__(self, runner: Runner, scheduler: Scheduler, speculation: Speculation | None) -> None:
         self.inbox: SimpleQueue[tuple[Callable[..., None] | None, tuple[Any, ...]]] = SimpleQueue()
         self.end: Callable[[], EngineError] | None = None  # makes what every request gets from now on
+        self.wakers: tuple[Waker, ...] = ()  # of all event loops that read
         self.finished = 0
         self.stats = Stats()
         self._scheduler, self._executor = scheduler, Executor(runner, scheduler, self.stats)
@@ -303,6 +240,7 @@ class _Core:
         for channel in self._channels.values():
             channel.put(ended(), last=True)
         self._channels.clear()
+        self._wake()
 
     def add(self, sequence: Sequence, channel: _Channel) -> None:
         try:
@@ -310,6 +248,7 @@ class _Core:
         except RequestError as error:
             self.finished += 1
             channel.put(error, last=True)
+            self._wake()
         else:
             self._channels[sequence] = channel
 
@@ -340,17 +279,25 @@ class _Core:
         """Compute what the scheduler plans, and hand out what comes of it."""
         pays = self._speculation is not None and self._drafted(self._speculation)
         plan = self._scheduler.plan()
-        for sequence, choice in self._executor.run(plan, land=pays):
-            self._deliver(sequence, choice)
+        for chosen in self._executor.run(plan, land=pays):
+            for sequence, choice in chosen:
+                self._deliver(sequence, choice)
+            self._wake()
         self.stats.steps += 1
         if plan.decodes or plan.chunks:
             self.stats.progress = time.monotonic()
+
+    def _wake(self) -> None:
+        """The event loops, once for all that was handed out: each would ask for the GIL at the first token."""
+        for waker in self.wakers:
+            waker.wake()
 
     def _drafted(self, speculation: Speculation) -> bool:
         """`Speculation.propose`; a request whose drafter has failed ends."""
         pays, failed = speculation.propose(self._scheduler.running, self._executor.ahead, self._executor.bars_drafts)
         for sequence, error in failed:
             self._deliver(sequence, RequestError(f"its drafter failed with {type(error).__name__}: {error}"))
+        self._wake()
         return pays
 
     def _deliver(self, sequence: Sequence, choice: Choice) -> None:
@@ -374,7 +321,7 @@ class _Core:
             channel.put(error, last)
         if last:
             self._finish(sequence)
-        elif channel.stream and channel.backlog >= BACKLOG and not sequence.parked:  # a draft may go on behind that
+        elif channel.backlog >= BACKLOG and channel.stream and not sequence.parked:  # a draft may go on behind that
             channel.held = True
             if channel.backlog <= BACKLOG // 2:  # read just now, before the reader could see that it is waited for
                 channel.held = False

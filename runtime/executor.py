@@ -62,8 +62,8 @@ class Executor:
         """Whether the device computes a step already whose tokens the host has not seen."""
         return self._flight is not None and self._flight.in_flight
 
-    def run(self, plan: Plan, land: bool = False) -> Iterator[tuple[Sequence, Choice]]:
-        """Compute a step. Yields each sequence that is due a token with what was chosen for it, as soon as it is.
+    def run(self, plan: Plan, land: bool = False) -> Iterator[list[tuple[Sequence, Choice]]]:
+        """Compute a step. Yields the sequences that are due a token with what was chosen for each, as soon as they are.
 
         A sequence with a draft is due several. `land`: nothing is ahead after this step, which has no drafts.
         """
@@ -72,10 +72,12 @@ class Executor:
             self._runner.set_tables(moved)
         for s in plan.moved:
             self._runner.set_prompt(s.slot, s.ids, s.prompt)
-        landing: Iterator[tuple[Sequence, Choice]] = iter(())
+        landing: Iterator[list[tuple[Sequence, Choice]]] = iter(())
         if self._runner.samples_on_device and not any(s.draft for s in plan.decodes):
-            flying = [s for s in plan.decodes if s.at_end and s.owner.sampler.runs_ahead]
-            hosted = [s for s in plan.decodes if not s.at_end or not s.owner.sampler.runs_ahead]
+            flying: list[Sequence] = []
+            hosted: list[Sequence] = []
+            for s in plan.decodes:
+                (flying if s.at_end and s.owner.sampler.runs_ahead else hosted).append(s)
             landing = self._fly(flying, land or any(c.last == c.sequence.prompt for c in plan.chunks))
         else:
             assert not self.ahead
@@ -88,11 +90,12 @@ class Executor:
             for i, s in enumerate(chunk.sequence for chunk in chunks):
                 if isinstance(s.owner, LogitsRequest):
                     if s.computed == len(s.ids):
-                        yield s, None
+                        yield [(s, None)]
                 elif s.computed == len(s.ids):
                     ended.append((s, logits[i : i + 1]))
         yield from landing
-        yield from self._first_tokens(ended)
+        if ended:
+            yield self._first_tokens(ended)
 
     def _prefill(self, chunks: list[Chunk]) -> Tensor:
         """Compute what is launched together. Returns the logits (1, vocab) after each chunk."""
@@ -113,14 +116,14 @@ class Executor:
             self._scheduler.advance(chunk.sequence, chunk.last)
         return logits
 
-    def _first_tokens(self, ended: list[tuple[Sequence, Tensor]]) -> Iterator[tuple[Sequence, Choice]]:
+    def _first_tokens(self, ended: list[tuple[Sequence, Tensor]]) -> list[tuple[Sequence, Choice]]:
         """The tokens after prompts, from the logits (1, vocab) of each: all together, once the device has its work."""
-        if ended:
-            for s, choice in _chosen([s for s, _ in ended], torch.cat([row for _, row in ended])):
-                s.owner.prompt_done(s.reused)
-                yield s, choice
+        chosen = _chosen([s for s, _ in ended], torch.cat([row for _, row in ended]))
+        for s, _ in chosen:
+            s.owner.prompt_done(s.reused)
+        return chosen
 
-    def _decode(self, members: list[Sequence]) -> Iterator[tuple[Sequence, Choice]]:
+    def _decode(self, members: list[Sequence]) -> Iterator[list[tuple[Sequence, Choice]]]:
         """A row of each sequence and of each token of its draft. The first row's token is chosen; where it is what was
         drafted, the next row's is, and so on: each after what came before it."""
         logits = self._runner.decode(*self._rows(members))
@@ -137,15 +140,12 @@ class Executor:
             rows = [due[s] + i for s in together for i in range(1 + len(s.draft))]
             yield from self._verify(together, _picked(logits, rows))
         while due := {s: row for s, row in due.items() if s not in together}:
-            going: dict[Sequence, int] = {}
-            for s, choice in _chosen(list(due), _picked(logits, list(due.values()))):
-                right = self._accept(s, choice)
-                yield s, choice
-                if right and s.running:
-                    going[s] = due[s] + 1
-            due = going
+            chosen = _chosen(list(due), _picked(logits, list(due.values())))
+            right = [s for s, choice in chosen if self._accept(s, choice)]
+            yield chosen
+            due = {s: due[s] + 1 for s in right if s.running}
 
-    def _verify(self, members: list[Sequence], logits: Tensor) -> Iterator[tuple[Sequence, Choice]]:
+    def _verify(self, members: list[Sequence], logits: Tensor) -> Iterator[list[tuple[Sequence, Choice]]]:
         """The same from all rows of sequences whose tokens need not be seen before the next is drawn, drawn at once."""
         samplers = [s.owner.sampler for s in members for _ in range(1 + len(s.draft))]
         drafts = [s.draft[:i] for s in members for i in range(1 + len(s.draft))]
@@ -154,11 +154,11 @@ class Executor:
             for chosen in list(islice(drawn, 1 + len(s.draft))):
                 choice = _accepted(s.owner.sampler, chosen)
                 right = self._accept(s, choice)
-                yield s, choice
+                yield [(s, choice)]
                 if not (right and s.running):
                     break
 
-    def _accept(self, s: Sequence, choice: Sampled | RequestError) -> bool:
+    def _accept(self, s: Sequence, choice: Choice) -> bool:
         """The token after the newest one is chosen. Whether it was drafted so, and the next row counts."""
         self._scheduler.advance(s, s.computed + 1)
         right = isinstance(choice, Sampled) and s.draft[:1] == [choice.token_id]
@@ -167,7 +167,7 @@ class Executor:
         self._stats.accepted_tokens += right
         return right
 
-    def _fly(self, wanted: list[Sequence], more_to_come: bool) -> Iterator[tuple[Sequence, Choice]]:
+    def _fly(self, wanted: list[Sequence], more_to_come: bool) -> Iterator[list[tuple[Sequence, Choice]]]:
         """Launch a step of the flight; its tokens are for when the device has prompts to go on with. For other members
         than it has it is launched anew, once the step that it is ahead is used up."""
         flight = self._flight
@@ -186,13 +186,15 @@ class Executor:
         # be wrong of one that is among them again.
         return self._landed(flight, [s if s is not None and s.at_end else None for s in self._members])
 
-    def _landed(self, flight: SampledSteps, due: list[Sequence | None]) -> Iterator[tuple[Sequence, Choice]]:
+    def _landed(self, flight: SampledSteps, due: list[Sequence | None]) -> Iterator[list[tuple[Sequence, Choice]]]:
         tokens = flight.next(last=True)
         self._runner.history[self._spare].clear()  # what those rows are fed takes no room
+        chosen: list[tuple[Sequence, Choice]] = []
         for i, (s, token) in enumerate(zip(due, tokens, strict=False)):
             if s is not None:
                 self._scheduler.advance(s, s.computed + 1)
-                yield s, _accepted(s.owner.sampler, flight.logprobs.get(i) or Sampled(token))
+                chosen.append((s, _accepted(s.owner.sampler, flight.logprobs.get(i) or Sampled(token))))
+        yield chosen
 
     def _goes_on(self, flight: SampledSteps, wanted: list[Sequence]) -> bool:
         """Whether the flight has all that are wanted, in a step of no more rows than they take; others leave it."""
@@ -265,17 +267,18 @@ def _picked(logits: Tensor, rows: list[int]) -> Tensor:
     return logits[first : first + len(rows)] if rows == list(range(first, first + len(rows))) else logits[rows]
 
 
-def _chosen(members: list[Sequence], logits: Tensor) -> Iterator[tuple[Sequence, Sampled | RequestError]]:
+def _chosen(members: list[Sequence], logits: Tensor) -> list[tuple[Sequence, Choice]]:
     """The next token of each sequence, from its row of logits (M, vocab), or why there is none: drawn on the device
     where that can be."""
+    chosen: list[tuple[Sequence, Choice]] = []
     on_device = [_draws(logits) and not s.owner.sampler.on_host for s in members]
     for choose, device in ((_choose_on_device, True), (_choose, False)):
         rows = [i for i, own in enumerate(on_device) if own is device]
         if rows:
             part = logits if len(rows) == len(members) else logits[rows]
-            yield from zip(
-                (members[i] for i in rows), choose([members[i].owner.sampler for i in rows], part), strict=True
-            )
+            found = choose([members[i].owner.sampler for i in rows], part)
+            chosen += zip((members[i] for i in rows), found, strict=True)
+    return chosen
 
 
 def _choose_on_device(samplers: list[Sampler], logits: Tensor) -> list[Sampled | RequestError]:

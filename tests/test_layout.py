@@ -21,7 +21,7 @@ LAYERS = [
     ["tokenizer", "rope_scaling", "rope", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
     "shapes decode_steps prompt_steps runner sampling_params sampler stats structured benchmark prompts request".split()
-    + "scheduler speculation executor engine_core engine".split(),
+    + "scheduler speculation executor readers engine_core engine".split(),
     ["evaluation"],
     ["converter"],
     ["server"],

@@ -3,7 +3,8 @@
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from starlette.responses import Response
@@ -52,19 +53,29 @@ def answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = No
     return Response(json.dumps(value), status, headers, media_type="application/json")
 
 
+def event(value: str) -> str:
+    """One server-sent event, of a JSON text."""
+    return f"data: {value}\n\n"
+
+
 class Chunks:
-    """The JSON texts of a stream: an answer's head, written once, around the choices of each event."""
+    """The events of a stream: an answer's head, written once, around the choices of each."""
 
     def __init__(self, head: dict[str, Any], with_usage: bool) -> None:
         self._start = json.dumps(head)[:-1] + ', "choices": ['
         self._end = '], "usage": null}' if with_usage else "]}"
 
     def of(self, choice: dict[str, Any]) -> str:
-        return self._start + json.dumps(choice) + self._end
+        return event(self._start + json.dumps(choice) + self._end)
+
+    def of_texts(self, choice: Callable[[str], dict[str, Any]]) -> Callable[[str], str]:
+        """`of` for choices that differ in one text alone: all else is written once."""
+        before, _, behind = self.of(choice("")).rpartition('""')
+        return lambda text: before + quoted(text) + behind
 
     def usage(self, figures: dict[str, Any]) -> str:
         """The last event, which has no choice."""
-        return f'{self._start}], "usage": {json.dumps(figures)}}}'
+        return event(f'{self._start}], "usage": {json.dumps(figures)}}}')
 
 
 def finite(logprob: float | None) -> float | None:

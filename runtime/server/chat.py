@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -120,6 +121,8 @@ class _Answer:
             for _ in range(wanted.common.n)
         ]
         self._begun = [False] * wanted.common.n
+        self._plain = wanted.common.params.logprobs is None
+        self._of_text = [self._chunks.of_texts(partial(_said, place)) for place in range(wanted.common.n)]
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         choices = []
@@ -136,6 +139,10 @@ class _Answer:
             if not self._begun[place]:
                 self._begun[place] = True
                 yield self._chunk(place, {"role": "assistant", "content": ""}, None, None)
+            if self._plain and piece.output is None and self._parsers[place].says_all:  # most of all
+                if piece.text:
+                    yield self._of_text[place](piece.text)
+                continue
             deltas = self._parsers[place].push(piece.text, piece.output is not None)
             scores = self._scores([piece.logprobs] if piece.logprobs else [])
             for delta in deltas or ([{}] if scores is not None and scores["content"] else []):
@@ -149,7 +156,7 @@ class _Answer:
             yield self._chunks.usage(usage(outputs[:1], outputs))
 
     def _chunk(self, place: int, delta: Delta, scores: Any, reason: str | None) -> str:
-        return self._chunks.of({"index": place, "delta": delta, "logprobs": scores, "finish_reason": reason})
+        return self._chunks.of(_choice(place, delta, scores, reason))
 
     def _reason(self, place: int, output: GenerationOutput) -> str:
         return "tool_calls" if self._parsers[place].calls and output.finish_reason == "stop" else output.finish_reason
@@ -167,3 +174,11 @@ class _Answer:
     def _score(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         raw = [] if self._tokenizer is None else list(self._tokenizer.token_bytes(token_id))
         return {"token": token_name(self._tokenizer, token_id), "logprob": finite(logprob), "bytes": raw}
+
+
+def _choice(place: int, delta: Delta, scores: Any, reason: str | None) -> dict[str, Any]:
+    return {"index": place, "delta": delta, "logprobs": scores, "finish_reason": reason}
+
+
+def _said(place: int, text: str) -> dict[str, Any]:
+    return _choice(place, {"content": text}, None, None)

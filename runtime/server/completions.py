@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -106,6 +107,8 @@ class _Answer:
         self._outputs: dict[int, GenerationOutput] = {}
         self._offsets = [0] * len(requests)
         self._begun = [False] * len(requests)
+        self._plain = wanted.asked > 0 and wanted.common.params.logprobs is None
+        self._of_text = [self._chunks.of_texts(partial(self._choice, i, [], None)) for i in range(len(requests))]
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         self._outputs = dict(enumerate(outputs))
@@ -114,12 +117,16 @@ class _Answer:
             text, prompt_scores = self._beginning(place)
             shown = output.text if self._wanted.asked else ""
             scores = (output.logprobs or []) if self._wanted.asked else []
-            choices.append(self._choice(place, text + shown, [*prompt_scores, *scores], output.finish_reason))
+            choices.append(self._choice(place, [*prompt_scores, *scores], output.finish_reason, text + shown))
         return self._head | {"choices": choices, "usage": self._usage()}
 
     def events(self, batch: list[tuple[int, Any]]) -> Iterator[str]:
         """One event for each token; at the end the usage, if it was asked for."""
         for place, piece in batch:
+            if self._plain and self._begun[place] and piece.output is None:  # most of all
+                if piece.text:
+                    yield self._of_text[place](piece.text)
+                continue
             text, scores = ("", []) if self._begun[place] else self._beginning(place)
             self._begun[place] = True
             if self._wanted.asked:
@@ -128,7 +135,7 @@ class _Answer:
             if piece.output is not None:
                 self._outputs[place], reason = piece.output, piece.output.finish_reason
             if text or scores or reason:
-                yield self._chunks.of(self._choice(place, text, scores, reason))
+                yield self._chunks.of(self._choice(place, scores, reason, text))
         if not batch and self._wanted.common.include_usage:
             yield self._chunks.usage(self._usage())
 
@@ -142,7 +149,7 @@ class _Answer:
             prompt = "" if self._tokenizer is None else self._tokenizer.decode(prompt)
         return prompt, list(request.prompt_logprobs or [])
 
-    def _choice(self, place: int, text: str, scores: list[Sampled | None], reason: str | None) -> dict[str, Any]:
+    def _choice(self, place: int, scores: list[Sampled | None], reason: str | None, text: str) -> dict[str, Any]:
         shown = None if self._wanted.common.params.logprobs is None else self._logprobs(place, scores)
         return {"index": place, "text": text, "logprobs": shown, "finish_reason": reason}
 

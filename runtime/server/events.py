@@ -1,13 +1,16 @@
 """Server-sent events: a stream of JSON objects as OpenAI's clients read it."""
 
+import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import ExitStack, aclosing
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
 
 from starlette.types import Receive, Scope, Send
 
-from nibblelm.engine_core import Handle, collect
+from nibblelm.engine_core import Handle
+from nibblelm.readers import Reader
+from nibblelm.server.answers import event
 from nibblelm.server.errors import ApiError
 from nibblelm.server.service import Service, until_gone
 
@@ -21,13 +24,26 @@ _HEADERS = [
 ]
 _DONE = b"data: [DONE]\n\n"
 
+CONNECTION = "connection"
+"""Where the ASGI scope's `state` has the Connection that a request came by."""
+
+
+class Connection(Protocol):
+    """Writes parts of a body at once. ASGI's `send` takes a turn of a task and of each layer around it, together
+    several times as long as making an event."""
+
+    @property
+    def in_time(self) -> bool:
+        """Whether the client reads what it is sent; where it does not, `send` waits for it."""
+        ...
+
+    def write_chunk(self, body: bytes) -> None:
+        """Send it behind what was sent, in HTTP's chunked coding; after the client has left, nothing."""
+        ...
+
+
 Events = Callable[[list[tuple[int, Any]]], Iterable[str]]
-"""The JSON texts to send for what has come of the handles; an empty list stands for the end."""
-
-
-def event(value: str) -> bytes:
-    """One event, of a JSON text."""
-    return b"data: " + value.encode() + b"\n\n"
+"""The events, in ASCII, for what has come of the handles; an empty list stands for the end."""
 
 
 class EventStream:
@@ -38,36 +54,61 @@ class EventStream:
 
     def __init__(self, service: Service, handles: Sequence[Handle], events: Events, room: ExitStack) -> None:
         self._service, self._handles, self._events, self._room = service, handles, events, room
+        self._turn = asyncio.Event()  # of the task: at the end, or where the client does not read in time
+        self._failure: Exception | None = None
+        self._unfinished = len(handles)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
             last = _DONE
             try:
-                async with (
-                    self._service.limited(),
-                    until_gone(receive, self._handles),
-                    aclosing(self._chunks()) as chunks,
-                ):
-                    async for chunk in chunks:
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                async with self._service.limited(), until_gone(receive, self._handles):
+                    await self._written(scope["state"][CONNECTION], send)
+                if not self._unfinished:
+                    last = "".join(self._events([])).encode() + _DONE
             except ApiError as error:
-                last = event(json.dumps(error.body))
+                last = event(json.dumps(error.body)).encode()
             await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             for handle in self._handles:
                 handle.abort()
             self._room.close()
 
-    async def _chunks(self) -> AsyncGenerator[bytes]:
-        unfinished = len(self._handles)
-        async for batch in collect(self._handles, KEEP_ALIVE_S):
-            if chunk := b"".join(map(event, self._events(batch))) if batch else b": keep-alive\n\n":
-                yield chunk
-            for _, piece in batch:
-                if piece.output is not None:
-                    unfinished -= 1
-                    if piece.output.error is not None:
-                        raise ApiError(500, piece.output.error)
-        if not unfinished:
-            yield b"".join(map(event, self._events([])))
+    async def _written(self, connection: Connection, send: Send) -> None:
+        """All events but the last are sent. Raises what the engine or the events did."""
+        reader = Reader(self._handles, lambda: self._write(reader, connection))
+        self._write(reader, connection)
+        while True:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_S):
+                    await self._turn.wait()
+            except TimeoutError:
+                if connection.in_time:
+                    connection.write_chunk(b": keep-alive\n\n")
+                continue
+            if self._failure is not None or reader.ended:
+                break
+            self._turn.clear()
+            await send({"type": "http.response.body", "body": b"", "more_body": True})  # once the client has read
+            self._write(reader, connection)
+        if (failure := self._failure or reader.failure) is not None:
+            raise failure
+
+    def _write(self, reader: Reader, connection: Connection) -> None:
+        """Send what is there; called by the loop, once for all streams of a step."""
+        try:
+            if connection.in_time:
+                batch = reader.take()
+                if text := "".join(self._events(batch)) if batch else "":
+                    connection.write_chunk(text.encode())
+                for _, piece in batch:
+                    if piece.output is not None:
+                        self._unfinished -= 1
+                        if piece.output.error is not None:
+                            raise ApiError(500, piece.output.error)
+                if not reader.ended:
+                    return
+        except Exception as error:  # for the task
+            self._failure = error
+        self._turn.set()

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from nibblelm.engine import LLM
 from nibblelm.errors import RequestError
 from nibblelm.server.app import application
+from nibblelm.server.events import CONNECTION
 from nibblelm.server.service import Limits, Service
 
 HEAD_S = 15.0
@@ -124,7 +125,8 @@ async def _interrupted(service: Service, received: "asyncio.Queue[int]", drain_s
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's, with an end to clients that never come to the point: it has none for a request's head."""
+    """uvicorn's, with an end to clients that never come to the point: it has none for a request's head. It is a
+    `Connection` for streams, too."""
 
     _head_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
@@ -145,6 +147,7 @@ class _Protocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope.setdefault("state", {})[CONNECTION] = self
         if self._head_timer is None:
             self._head_bytes = 0
             self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
@@ -152,6 +155,14 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_done()
         super().on_headers_complete()
+
+    @property
+    def in_time(self) -> bool:
+        return not self.flow.write_paused
+
+    def write_chunk(self, body: bytes) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def _head_done(self) -> None:
         if self._head_timer is not None:

@@ -28,6 +28,11 @@ class ReplyParser:
         self._final = False
         self.calls = 0
 
+    @property
+    def says_all(self) -> bool:
+        """Whether all that comes is said as it comes, but for the end: `push` would give a delta of just that."""
+        return self._tools is None and self._state == self._content and not self._held
+
     def push(self, text: str, final: bool = False) -> list[Delta]:
         """The deltas that some more text makes certain; with `final` all that is left."""
         self._held += text

@@ -12,8 +12,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
 from nibblelm.engine import LLM
-from nibblelm.engine_core import Handle, collect
+from nibblelm.engine_core import Handle
 from nibblelm.errors import NibbleLMError, RequestError
+from nibblelm.readers import collect
 from nibblelm.request import GenerationOutput, Request
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.server.errors import ApiError, as_api_error

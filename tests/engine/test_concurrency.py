@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from nibblelm import LLM, SamplingParams, StreamPiece
-from nibblelm.engine_core import BACKLOG, Engine, collect
+from nibblelm.engine_core import BACKLOG, Engine
 from nibblelm.errors import EngineError, RequestError
 from nibblelm.pages import PAGE
+from nibblelm.readers import collect
 from nibblelm.request import Request
 from nibblelm.runner import Runner
 from nibblelm.scheduler import Scheduler
@@ -316,20 +317,18 @@ def test_several_requests_are_read_together(llm: LLM) -> None:
     assert asyncio.run(together()) == alone
 
 
-def test_ticks_come_where_no_token_does(llm: LLM) -> None:
-    engine = Engine(llm.runner, Scheduler(1, 8, (64, 32)))
-    engine._thread = threading.current_thread()  # which makes no step
-    handle = engine.add(request_of(llm, "Once", GREEDY))
+def test_a_loop_that_is_closed_under_its_reader_frees_the_request(llm: LLM) -> None:
+    async def read() -> None:
+        async for _ in llm.submit("Once", SamplingParams(max_tokens=480, ignore_eos=True)):
+            pass
 
-    async def ticks() -> int:
-        count = 0
-        async for batch in collect([handle], tick_s=0.01):
-            count += not batch
-            if count == 3:
-                break
-        return count
-
-    assert asyncio.run(ticks()) == 3
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(read())
+    loop.run_until_complete(asyncio.sleep(0.01))
+    assert not task.done()
+    loop.close()
+    del task, loop
+    assert eventually(lambda: gc.collect() >= 0 and idle(llm))  # a task and what it waits for hold each other
 
 
 def test_counters_say_what_was_done(llm: LLM) -> None:

@@ -1,0 +1,113 @@
+"""What comes of an engine's requests, read in an event loop: one call into the loop for all that a step has brought."""
+
+import asyncio
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol
+
+
+class Readable(Protocol):
+    """What a Reader asks of `engine_core.Handle`."""
+
+    def waker(self) -> "Waker": ...
+    def tell(self, reader: "Reader | None") -> None: ...
+    def waiting(self, pieces: list[Any]) -> bool: ...
+    def abort(self) -> None: ...
+
+
+class Reader:
+    """One or more handles of one engine, read together in the event loop that runs where this is made.
+
+    news     called there once something has come since the last `take`; raises nothing
+    failure  stands behind all that was taken: what a handle's `tokens` would raise
+    """
+
+    def __init__(self, handles: Sequence[Readable], news: Callable[[], object]) -> None:
+        self.news = news
+        self.failure: Exception | None = None
+        self._open, self._told = dict(enumerate(handles)), False
+        self.waker = handles[0].waker()
+        for handle in handles:
+            handle.tell(self)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will come any more."""
+        return self.failure is not None or not self._open
+
+    def take(self) -> list[tuple[int, Any]]:
+        """All that is there, each with the place of its handle."""
+        self._told = False  # before looking: what comes from now on is told again
+        batch: list[tuple[int, Any]] = []
+        for place, handle in list(self._open.items()):
+            pieces: list[Any] = []
+            try:
+                more = handle.waiting(pieces)
+            except Exception as error:
+                self.failure, more = self.failure or error, False
+            if not more:
+                del self._open[place]
+            batch += [(place, piece) for piece in pieces]
+        return batch
+
+    def leave(self) -> None:
+        """Let go of the handles, which aborts those that nobody else has."""
+        for handle in self._open.values():
+            handle.tell(None)
+        self._open.clear()
+
+    def tell(self) -> None:
+        """From any thread: there is news, for when the waker wakes the loop."""
+        if not self._told:
+            self._told = True
+            self.waker.due.append(self)
+
+
+async def collect(handles: Sequence[Readable]) -> AsyncIterator[list[tuple[int, Any]]]:
+    """What comes of requests of one engine, read together in an event loop: all that is there, each with the place of
+    its handle. Leaving aborts them all. Raises what a handle's `tokens` would.
+    """
+    news = asyncio.Event()
+    reader = Reader(handles, news.set)
+    try:
+        while not reader.ended:
+            news.clear()
+            if batch := reader.take():
+                yield batch
+            elif not reader.ended:
+                await news.wait()
+        if reader.failure is not None:
+            raise reader.failure
+    finally:
+        for handle in handles:
+            handle.abort()
+
+
+class Waker:
+    """Tells the readers of one event loop, with one call into it for all that came since the loop last looked."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = weakref.ref(loop)
+        self.due: deque[Reader] = deque()
+        self._called = False
+
+    def wake(self) -> None:
+        """From any thread."""
+        if not self.due:
+            return
+        loop = self.loop()
+        try:
+            if loop is None or loop.is_closed():  # perhaps with a call in it that was never made
+                raise RuntimeError
+            if not self._called:
+                self._called = True
+                loop.call_soon_threadsafe(self._tell_all)
+        except RuntimeError:  # nobody waits
+            while self.due:
+                self.due.popleft().leave()
+
+    def _tell_all(self) -> None:
+        self._called = False  # before looking: what comes from now on calls again
+        while self.due:
+            self.due.popleft().news()

@@ -1,0 +1,59 @@
+"""Streams are written past the layers of the server: the same bytes, in order, to clients that read and that do not."""
+
+import json
+import random
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from nibblelm.server import listen
+from nibblelm.server.answers import Chunks
+
+LONG = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True, "max_tokens": 400}
+
+
+def texts(stream: str) -> list[str]:
+    """What each event of a stream adds."""
+    *events, last = stream.strip().split("\n\n")
+    assert last == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+
+
+def test_choices_that_differ_in_a_text_are_written_as_json_writes_them() -> None:
+    def choice(text: str) -> dict[str, Any]:
+        return {"index": 3, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+
+    chunks = Chunks({"id": '""', "model": 'a"", "b'}, with_usage=True)
+    of_text = chunks.of_texts(choice)
+    for text in ("", " plain", '"\\\n\0\x7f', "é 🙂 \ud83d", '""', "data: {}\n\n"):
+        assert of_text(text) == chunks.of(choice(text))
+
+
+def test_a_client_that_does_not_read_is_waited_for(running: Any) -> None:
+    server = running()
+    whole = json.loads(server.ask(LONG)[1])["choices"][0]["text"]
+    server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # which connections inherit
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        body = json.dumps(LONG | {"stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\n"
+        client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        before, stats = -1, server.service.llm.engine.stats
+        while before < (before := stats.generated_tokens):
+            time.sleep(0.5)
+        assert before < 2 * LONG["max_tokens"], "what cannot be sent is not computed"
+        got = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    parts = got.partition(b"\r\n\r\n")[2].split(b"\r\n")  # sizes, and chunks between them
+    assert [int(size, 16) for size in parts[:-3:2]] == [*map(len, parts[1:-3:2])]
+    assert "".join(texts(b"".join(parts[1::2]).decode())) == whole
+
+
+def test_who_waits_now_and_then_gets_the_same(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, draw = running(), random.Random(0)
+    one_by_one = texts(server.ask(LONG | {"stream": True})[1])
+    assert len(one_by_one) > LONG["max_tokens"] // 2
+    monkeypatch.setattr(listen._Protocol, "in_time", property(lambda _: draw.random() < 0.5))
+    assert texts(server.ask(LONG | {"stream": True})[1]) == one_by_one
