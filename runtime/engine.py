@@ -323,7 +323,8 @@ class LLM:
         known = {field.name for field in dataclasses.fields(SamplingParams)}
         if unknown := sorted(set(options) - known):
             raise RequestError(f"unknown options {unknown}; known: {sorted(known)}")
-        return dataclasses.replace(params or SamplingParams(), **options).resolve(self.generation_config)
+        params = params or SamplingParams()
+        return (dataclasses.replace(params, **options) if options else params).resolve(self.generation_config)
 
     def _stream(self, request: Request) -> Iterator[StreamPiece]:
         handle = self.engine.add(request)

@@ -31,6 +31,8 @@ def prompt_list(prompts: Any) -> tuple[list[Any], bool]:
 def prompt_ids(prompt: Any) -> list[int]:
     """The ids of a prompt as a list. Raises RequestError for what is not a sequence of integers."""
     values = _plain(prompt)
+    if type(values) is list and set(map(type, values)) == {int}:
+        return list(values)
     ids = [_plain(i) for i in values] if isinstance(values, Iterable) else [values]
     if isinstance(values, Mapping | bytes) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise RequestError(f"a prompt is text or a list of token ids (integers), got {prompt!r:.60}")

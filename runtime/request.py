@@ -60,7 +60,7 @@ class GenerationOutput:
     error: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)  # as Sampled is
 class StreamPiece:
     """One token of a stream: its new text (maybe empty), and its log-probabilities if asked for. The last piece carries
     the whole output."""
@@ -73,7 +73,8 @@ class StreamPiece:
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
     """Raise RequestError where a token id is outside the vocabulary."""
-    if (bad := next((i for i in ids if not 0 <= i < vocab_size), None)) is not None:
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}")
 
 

@@ -125,7 +125,7 @@ class SamplingParams:
         wanted |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         wanted = {name: value for name, value in wanted.items() if getattr(self, name) is None}
         try:
-            return replace(self, **wanted)
+            return replace(self, **wanted) if wanted else self
         except RequestError as error:
             raise ConfigError(f"generation_config.json: {error}") from error
 

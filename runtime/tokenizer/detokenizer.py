@@ -55,16 +55,32 @@ def byte_level_bytes(piece: str) -> bytes:
         return piece.encode()
 
 
+@cache
+def _whole_text(piece: str) -> str | None:
+    """The text of a byte-level piece; None where it is not whole characters."""
+    try:
+        return byte_level_bytes(piece).decode()
+    except UnicodeDecodeError:
+        return None
+
+
 class ByteLevelDetokenizer:
     """Pieces are bytes; an incomplete UTF-8 sequence waits for its rest."""
 
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._waits = False
 
     def push(self, token_id: int) -> str:
         piece = self._pieces(token_id)
-        return "" if piece is None else self._utf8.decode(byte_level_bytes(piece))
+        if piece is None:
+            return ""
+        if not self._waits and (text := _whole_text(piece)) is not None:
+            return text
+        text = self._utf8.decode(byte_level_bytes(piece))
+        self._waits = bool(self._utf8.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -177,6 +193,8 @@ class StopFinder:
 
     def push(self, text: str, final: bool = False) -> str:
         """Text that is safe to show; "" once `stopped`. `final` gives out what was held back."""
+        if not self._stops:
+            return text
         if self.stopped:
             return ""
         text = self._held + text

@@ -1,7 +1,7 @@
 """Text to token ids and back, the same ids as transformers' AutoTokenizer gives, without importing it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,6 +52,17 @@ class _JsonBackend:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
 
+class _Pieces(dict[int, str | None]):
+    """The pieces of ids, each looked up once."""
+
+    def __init__(self, look_up: Callable[[int], str | None]) -> None:
+        self._look_up = look_up
+
+    def __missing__(self, token_id: int) -> str | None:
+        piece = self[token_id] = self._look_up(token_id)
+        return piece
+
+
 class Tokenizer:
     """Encodes, decodes and renders chats for one checkpoint; made by `load_tokenizer`."""
 
@@ -59,7 +70,8 @@ class Tokenizer:
         self._backend = backend
         self._special = dict(backend.special)
         self._special_ids = backend.special_ids
-        self._pieces: dict[int, str | None] = {}
+        self._pieces = _Pieces(lambda i: backend.id_to_token(i) if i >= 0 else None)
+        self._shown = _Pieces(lambda i: None if self.is_special(i) else self._pieces[i])
         self._detokenizer = detokenizer_factory(decoder, self._decode_all)
         self.chat_template = chat_template
         self.vocab_size: int = backend.size
@@ -84,8 +96,6 @@ class Tokenizer:
 
     def piece(self, token_id: int) -> str | None:
         """The token's string in the vocabulary ("Ġthe", "▁the", "<0x0A>"), None outside it."""
-        if token_id not in self._pieces:
-            self._pieces[token_id] = self._backend.id_to_token(token_id) if token_id >= 0 else None
         return self._pieces[token_id]
 
     def is_special(self, token_id: int) -> bool:
@@ -147,10 +157,8 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
-        def piece(token_id: int) -> str | None:
-            return None if skip_special_tokens and tokenizer.is_special(token_id) else tokenizer.piece(token_id)
-
-        self._detokenizer = tokenizer._detokenizer(piece)
+        pieces = tokenizer._shown if skip_special_tokens else tokenizer._pieces
+        self._detokenizer = tokenizer._detokenizer(pieces.__getitem__)
         self._stops = StopFinder(stops)
         self._emitted: list[str] = []
 
