@@ -9,10 +9,18 @@ connection that stays, in turns with the engine. `mixed`: the requests of `bench
 and as streams, in turns with the engine. `saturation`: the load of `bench serve`, as much as there are places for.
 `steady`: arrivals at 80 % of the requests per second that this gave. No two prompts begin alike. What --limit seconds
 leave no time for is not measured, and said.
+
+    python scripts/bench_serve.py --pretend [--json benchmarks/cpu/serve.json]
+
+needs no card: `pretended card` is the mixed load on one that sleeps (pretended_card.py), as the engine alone and as
+streams, in turns, with the CPU time of the engine's thread and of the event loop's for each token, and first tokens of
+128 ids beside the engine's own time.
 """
 
 import argparse
 import asyncio
+import dataclasses
+import gc
 import json
 import random
 import shutil
@@ -20,19 +28,28 @@ import socket
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_cpu_peers import appearing, make_checkpoint
+from pretended_card import FIRST_ID, Card
 from rows import Rows
 
 import nibblelm
 from nibblelm.benchmark import MIXED_CONTEXT, mixed_lengths
+from nibblelm.engine import STEP_TOKENS
+from nibblelm.engine_core import Engine
+from nibblelm.pages import page_count
+from nibblelm.scheduler import Scheduler
+from nibblelm.server import listen
+from nibblelm.server.app import application
 from nibblelm.server.bench import WORDS, Load, answered, measured, summary
+from nibblelm.server.service import Service
 from nibblelm.shapes import SHAPES
 from nibblelm.sizes import parse_size
 
@@ -219,6 +236,78 @@ class Bench:
         return {key: found[key] for key in ("requests", "requests_s", "prompt_tokens_s", "output_tokens_s")} | times
 
 
+class Pretended:
+    """A server in this process, its engine on a pretended card: the host's side of 256 places."""
+
+    def __init__(self, folder: Path, places: int = 256, context: int = MIXED_CONTEXT) -> None:
+        self.llm = llm = nibblelm.LLM(folder, "cpu", threads=1)
+        llm.max_context, llm.max_sequences, llm.generation_config = context, places, {}
+        self.card = Card(places, llm.config.vocab_size)
+        scheduler = Scheduler(places, places * page_count(context), STEP_TOKENS["cuda"])
+        llm.engine = Engine(self.card, scheduler)  # type: ignore[arg-type]
+        self._socket = listen.bound("127.0.0.1", 0)
+        self.port = self._socket.getsockname()[1]
+        options = listen.Options()
+        config = listen.configured(application(Service(llm, ["pretended"], options.limits), [], []))
+        self._server = listen.Server(config)
+        self._loop = threading.Thread(target=self._run, args=[config])
+        self._loop.start()
+        llm.generate([FIRST_ID], max_tokens=2)  # starts the engine's thread
+        gc.collect()
+        gc.freeze()  # as the command does
+
+    def _run(self, config: Any) -> None:
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(self._server.serve([self._socket]))
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._loop.join()
+        self.llm.close()
+        gc.unfreeze()
+
+    def cpu_s(self) -> tuple[float, float]:
+        """Of the engine's thread and the event loop's, so far."""
+        engine = next(thread for thread in threading.enumerate() if thread.name == "nibblelm-engine")
+        idents = [thread.ident or 0 for thread in (engine, self._loop)]
+        first, second = (time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents)
+        return first, second
+
+    def streamed_s(self, bodies: list[dict[str, Any]]) -> float:
+        """Seconds until a client of its own process has read all streams."""
+        command = [sys.executable, str(Path(__file__).with_name("pretended_card.py")), str(self.port)]
+        told = subprocess.run(command, input=json.dumps(bodies), capture_output=True, text=True, check=True).stdout
+        if (found := json.loads(told))["done"] != len(bodies):
+            raise SystemExit(f"of {len(bodies)} streams {found['done']} came to their end")
+        return found["seconds"]
+
+
+def pretended(rows: Rows, folder: Path, requests: int, repeats: int) -> None:
+    """The mixed load and first tokens of a pretended card; a first round does not count."""
+    lengths, draw = mixed_lengths(requests), random.Random(0)
+    total = sum(output for _, output in lengths)
+    with closing(Pretended(folder)) as server:
+        llm = server.llm
+        figures: list[dict[str, float]] = []
+        for _ in range(repeats + 1):
+            found: dict[str, float] = {}
+            for kind in ("engine", "http"):
+                prompts = [[draw.randrange(llm.config.vocab_size) for _ in range(prompt)] for prompt, _ in lengths]
+                before, busy_s, begun = server.cpu_s(), server.card.busy_s, time.perf_counter()
+                if kind == "engine":
+                    llm.generate(prompts, [dataclasses.replace(GREEDY, max_tokens=n) for _, n in lengths])
+                    took_s = time.perf_counter() - begun
+                else:
+                    took_s = server.streamed_s([_body(p, n, True) for p, (_, n) in zip(prompts, lengths, strict=True)])
+                engine_s, loop_s = (now - then for now, then in zip(server.cpu_s(), before, strict=True))
+                found |= {f"{kind}_tok_s": total / took_s, f"{kind}_card_busy": (server.card.busy_s - busy_s) / took_s}
+                found |= {f"{kind}_engine_us": 1e6 * engine_s / total, f"{kind}_loop_us": 1e6 * loop_s / total}
+            figures.append(found | {"cost": 1 - found["http_tok_s"] / found["engine_tok_s"]})
+        facts = {key: statistics.median(found[key] for found in figures[1:]) for key in figures[0]}
+        rows.add(test="pretended card", model="llama-3-8b", requests=requests, output_tokens=total, **facts)
+        Bench(llm, f"http://127.0.0.1:{server.port}", "pretended card", rows).first_token(100 * repeats)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="llama-3-8b")
@@ -230,15 +319,19 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20, help="of arrivals at 80 %% of saturation (20)")
     parser.add_argument("--work", type=Path, default=Path("out/serve"))
     parser.add_argument("--limit", type=float, default=540, metavar="S", help="start no test after so many (540)")
+    parser.add_argument("--pretend", action="store_true", help="measure the host's side, on a card that is none")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--tree", metavar="HASHES")
     args = parser.parse_args()
     begun = time.monotonic()
-    device = "cpu" if args.device == "cpu" else torch.cuda.get_device_name(args.device)
+    device = "cpu" if args.device == "cpu" or args.pretend else torch.cuda.get_device_name(args.device)
     rows = Rows(args.json, KEY, device=device, tree=args.tree)
     small = args.work / "demo-int4"
     if not small.exists():
         nibblelm.convert(DEMO, small, bits=4)
+    if args.pretend:
+        pretended(rows, small, args.requests, args.repeats)
+        return 0
     folder = args.model or folder_of_shape(args.shape, args.work, args.device.split(":")[0])
     name = folder.name if args.model else args.shape
     ready(rows, "stories-7m", small, ["--device", args.device], args.repeats)

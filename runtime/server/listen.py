@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nibblelm.engine import LLM
@@ -63,8 +64,15 @@ def serve(llm: LLM, names: Sequence[str], listening: socket.socket, options: Opt
         warnings.warn(f"everyone who reaches {host} can use this server; ask for a key with --api-key", stacklevel=2)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are about requests of strangers
     service = Service(llm, names, options.limits)
-    config = uvicorn.Config(
-        application(service, options.keys, options.origins),
+    config = configured(application(service, options.keys, options.origins))
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+        return runner.run(_run(service, config, listening, options.drain_s))
+
+
+def configured(app: ASGIApp) -> uvicorn.Config:
+    """How uvicorn serves an application here."""
+    return uvicorn.Config(
+        app,
         http=_Protocol,
         ws="none",
         lifespan="off",
@@ -75,21 +83,21 @@ def serve(llm: LLM, names: Sequence[str], listening: socket.socket, options: Opt
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=2,
     )
-    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_run(service, config, listening, options.drain_s))
 
 
 def _is_loopback(host: str) -> bool:
     return host.startswith("127.") or host == "::1"
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
+    """uvicorn's, run by whoever has the loop."""
+
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await self._serve(sockets)  # without its signal handlers, which know no draining
 
 
 async def _run(service: Service, config: uvicorn.Config, listening: socket.socket, drain_s: float) -> int:
-    server, loop = _Server(config), asyncio.get_running_loop()
+    server, loop = Server(config), asyncio.get_running_loop()
     received: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, received.put_nowait, number)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import nibblelm
+import nibblelm.benchmark
 
 TINY = {
     "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu", "hidden_size": 64, "intermediate_size": 128,
@@ -50,6 +51,22 @@ def test_every_row_of_a_shape(tiny: str, demo: Path, tmp_path: Path, monkeypatch
     assert shown.count("p99") == 2
     monkeypatch.setattr(sys, "argv", ["bench_serve.py", *options, "--limit", "0"])
     assert bench_serve.main() == 1, "what there was no time for is not silent"
+
+
+@pytest.mark.slow
+def test_a_card_that_is_pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench_serve
+
+    record = tmp_path / "pretended.json"
+    options = ["--pretend", "--requests", "4", "--repeats", "1", "--work", str(tmp_path), "--json", str(record)]
+    monkeypatch.setattr(sys, "argv", ["bench_serve.py", *options])
+    assert bench_serve.main() == 0
+    mixed, first = json.loads(record.read_text())
+    assert mixed["output_tokens"] == sum(output for _, output in nibblelm.benchmark.mixed_lengths(4))
+    assert mixed["cost"] == pytest.approx(1 - mixed["http_tok_s"] / mixed["engine_tok_s"])
+    assert mixed["http_loop_us"] > mixed["engine_loop_us"], "streams are written by the loop"
+    assert 0 < mixed["http_card_busy"] <= 1
+    assert first["http_ms"] > first["engine_ms"] > 0
 
 
 def test_every_token_of_the_made_vocabulary_has_text(tmp_path: Path) -> None:

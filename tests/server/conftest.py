@@ -131,14 +131,16 @@ class Running:
 
     def __init__(self, llm: LLM, limits: Limits) -> None:
         self.service = Service(llm, ["demo"], limits)
-        config = uvicorn.Config(
-            application(self.service, [], []), http=listen._Protocol, ws="none", lifespan="off", log_config=None
-        )
-        self._server = listen._Server(config)
+        config = listen.configured(application(self.service, [], []))
+        self._server = listen.Server(config)
         self._socket = listen.bound("127.0.0.1", 0)
         self.port = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve([self._socket])))
+        self._thread = threading.Thread(target=self._run, args=[config])
         self._thread.start()
+
+    def _run(self, config: uvicorn.Config) -> None:
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(self._server.serve([self._socket]))
 
     def ask(self, body: dict[str, Any]) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
