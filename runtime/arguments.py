@@ -23,8 +23,9 @@ def use_threads(count: int) -> None:
     ops.set_threads(min(count, cores))
 
 
-def select_device(name: str) -> torch.device:
+def select_device(name: str | torch.device) -> torch.device:
     """The device of a name, a card with its number; DeviceError with the reason when a card cannot be used."""
+    name = str(name)
     if not (matched := re.fullmatch(r"auto|cpu|cuda(?::(\d{1,4}))?", name)):
         raise RequestError(f"device {name!r} is not supported; use auto, cpu, cuda, or cuda:1 for one of several cards")
     if name == "cpu":

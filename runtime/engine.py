@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nibblelm.arguments import numeric_types, select_device, use_threads
@@ -80,7 +81,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path,
-        device: str = "auto",
+        device: str | torch.device = "auto",
         dtype: str = "auto",
         threads: int | None = None,
         max_context: int | None = None,
@@ -130,8 +131,8 @@ class LLM:
         limit = self.config.max_positions
         if wanted is None:
             return limit if self.device.type == "cpu" else min(limit, CUDA_CONTEXT)
-        if not 1 <= wanted <= limit:
-            raise RequestError(f"a context of {wanted} positions was asked for; this model supports 1 to {limit}")
+        if not isinstance(wanted, int) or not 1 <= wanted <= limit:
+            raise RequestError(f"a context of {wanted!r} positions was asked for; this model supports 1 to {limit}")
         return wanted
 
     def _kept_logits(self, drafted: int) -> int:
@@ -260,7 +261,7 @@ class LLM:
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> Iterator[StreamPiece]:
         """Answer a conversation through the chat template."""
-        return self._stream(self.request(self.encode_chat(messages), self.resolve(params, options)))
+        return self._stream(self.request(self.encode_chat(messages), self.resolve(params, options), answers=True))
 
     def chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
@@ -309,20 +310,25 @@ class LLM:
             raise RequestError("the prompt is empty, and this model has no BOS token to start from")
         return [self.bos_id]
 
-    def request(self, ids: list[int], params: SamplingParams) -> Request:
-        """What `engine.add` takes, for ids of `encode` and params of `resolve`. Raises RequestError."""
-        guide = self._guides.guide(params)
-        return Request(ids, params, self.tokenizer, self.config.vocab_size, self.max_context, self.eos_ids, guide)
+    def request(self, ids: list[int], params: SamplingParams, answers: bool = False) -> Request:
+        """What `engine.add` takes, for ids of `encode` or, with `answers`, of `encode_chat`, and params of `resolve`.
 
-    def requests(self, ids: list[int], params: SamplingParams, count: int) -> list[Request]:
+        Raises RequestError.
+        """
+        own = (ids, params, self.tokenizer, self.config.vocab_size, self.max_context, self.eos_ids)
+        return Request(*own, self._guides.guide(params), answers)
+
+    def requests(self, ids: list[int], params: SamplingParams, count: int, answers: bool = False) -> list[Request]:
         """`request` for several outputs of one prompt: a seed that was asked for counts on."""
-        return [self.request(ids, _nth(params, i)) for i in range(count)]
+        return [self.request(ids, _nth(params, i), answers) for i in range(count)]
 
     def resolve(self, params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
         """`params` with `options` in place of its fields, and generation_config.json's values where neither says."""
         known = {field.name for field in dataclasses.fields(SamplingParams)}
         if unknown := sorted(set(options) - known):
             raise RequestError(f"unknown options {unknown}; known: {sorted(known)}")
+        if not isinstance(params, SamplingParams | None):
+            raise RequestError(f"params is {params!r:.60}; supported: SamplingParams, or options by their names")
         params = params or SamplingParams()
         return (dataclasses.replace(params, **options) if options else params).resolve(self.generation_config)
 

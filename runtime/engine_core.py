@@ -5,6 +5,7 @@ Callers put messages into a queue, and read what comes out of one queue for each
 """
 
 import asyncio
+import os
 import threading
 import time
 import weakref
@@ -45,12 +46,16 @@ class Engine:
         self.most, self._added = most, 0
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
 
     def add(self, request: Request | LogitsRequest, stream: bool = True) -> "Handle":
         """Enter a request. Without `stream` only its last piece is handed out, and no reader holds it up.
 
-        Raises RequestError if too many are unfinished, EngineError after `close` or a failed step.
+        Raises RequestError if too many are unfinished, EngineError after `close` or a failed step, and in a process
+        that was forked after the thread had begun, which stayed behind.
         """
+        if self._thread is not None and self._process != os.getpid():
+            raise EngineError("this process was forked from the one that computes; load the model in it again")
         core = self._core
         sequence = Sequence(
             list(request.ids),
@@ -68,6 +73,7 @@ class Engine:
             if (unfinished := self._added - core.finished) >= self.most:
                 raise RequestError(f"{unfinished} requests are unfinished, the most there may be; wait for some to end")
             if self._thread is None:
+                self._process = os.getpid()
                 self._thread = threading.Thread(target=core.run, name="nibblelm-engine", daemon=True)
                 weakref.finalize(self, _stop, core.inbox, self._thread)  # also when the interpreter exits
                 self._thread.start()
@@ -111,9 +117,11 @@ class Handle:
         self._engine = engine  # which lives for as long as anyone reads
         self._core, self._sequence, self._channel = core, sequence, channel
         self._ended = False
+        self._last: Any = None  # piece, or what was raised in its place
 
     def tokens(self) -> Iterator[Any]:
-        """Each StreamPiece as it comes; the last one has the output. For a LogitsRequest its logits, once.
+        """Each StreamPiece as it comes; the last one has the output. For a LogitsRequest its logits, once. Of several
+        that read at a time each gets some.
 
         Raises EngineError if the engine ends before the request does.
         """
@@ -139,9 +147,14 @@ class Handle:
             self._end()
 
     def result(self) -> Any:
-        """The last of `tokens`: a StreamPiece with the output, or logits."""
-        *_, last = self.tokens()
-        return last
+        """The last of `tokens`: a StreamPiece with the output, or logits. Raises RequestError where it was aborted."""
+        for _ in self.tokens():
+            pass
+        if self._last is None:
+            raise RequestError("the request was aborted, and has no result")
+        if isinstance(self._last, Exception):
+            raise self._last
+        return self._last
 
     def __del__(self) -> None:
         self.abort()
@@ -151,7 +164,9 @@ class Handle:
         return self._engine.waker()
 
     def tell(self, reader: Reader | None) -> None:
-        """Who is told of what comes from now on."""
+        """Who is told of what comes from now on. Raises RequestError where another is already."""
+        if reader is not None and self._channel.reader is not None:
+            raise RequestError("the request is read in an event loop already; read it in one place")
         self._channel.reader = reader
 
     def waiting(self, pieces: list[Any]) -> bool:
@@ -171,6 +186,9 @@ class Handle:
         channel = self._channel
         channel.read += 1
         if last:
+            if item is not _ABORTED:
+                self._last = item
+            channel.items.put((_ABORTED, True))  # for others that wait
             self._end()
         if channel.held and channel.backlog <= BACKLOG // 2:
             self._core.inbox.put((self._core.resume, (self._sequence, channel)))

@@ -81,6 +81,7 @@ def check_ids(ids: Sequence[int], vocab_size: int) -> None:
 class Request:
     """One output on its way through the engine: `most` tokens after `ids`.
 
+    answers    its text is a message of its own; else it goes on from that of `ids`
     every_row  whether `take_rows` is to see the logits of every prompt token
     share      tokens of the prompt that need not be computed if the cache has them
     """
@@ -94,6 +95,7 @@ class Request:
         context: int,
         end_ids: set[int],
         guide: Guide | None = None,
+        answers: bool = False,
     ) -> None:
         room = context - len(ids)
         if room < 1:
@@ -106,7 +108,10 @@ class Request:
         )
         self.ends = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else end_ids)
         self.sampler = Sampler(params, vocab_size, ids, self.ends, guide)
-        self.text = None if tokenizer is None else TextStream(tokenizer, params.stop or (), params.skip_special_tokens)
+        self.text = None
+        if tokenizer is not None:
+            after = () if answers else ids
+            self.text = TextStream(tokenizer, params.stop or (), params.skip_special_tokens, after)
         self.sampled: list[Sampled] = []
         self.every_row = params.prompt_logprobs is not None
         self.share = 0 if self.every_row else len(ids)

@@ -101,7 +101,7 @@ def _requests(service: Service, wanted: Chat) -> tuple[str, list[Request]]:
         params = service.llm.resolve(params, fields)
     prompt = tokenizer.apply_chat_template(wanted.messages, **wanted.variables)
     ids, params = service.llm.encode_rendered(prompt), service.llm.resolve(params, {})
-    return prompt, service.prepared(ids, params, wanted.common.n, wanted.asked, "messages")
+    return prompt, service.prepared(ids, params, wanted.common.n, wanted.asked, "messages", answers=True)
 
 
 class _Answer:

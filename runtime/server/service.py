@@ -117,11 +117,18 @@ class Service:
             self.unfinished -= outputs
 
     def prepared(
-        self, ids: list[int], params: SamplingParams, count: int, asked: int | None, param: str
+        self,
+        ids: list[int],
+        params: SamplingParams,
+        count: int,
+        asked: int | None,
+        param: str,
+        answers: bool = False,
     ) -> list[Request]:
         """Engine requests for `count` outputs after a prompt, drawn with seed, seed + 1, ... For a thread of the pool.
 
-        asked   tokens that the client asked for by number: fewer would be a silent cut
+        answers  as `LLM.request` has it
+        asked    tokens that the client asked for by number: fewer would be a silent cut
         """
         context = self.llm.max_context
         if len(ids) + max(asked or 0, 1) > context:
@@ -132,7 +139,7 @@ class Service:
                 param=param,
                 code="context_length_exceeded",
             )
-        return self.llm.requests(ids, params, count)
+        return self.llm.requests(ids, params, count, answers)
 
     def begun(self, requests: Sequence[Request], stream: bool) -> list[Handle]:
         """Enter requests into the engine."""

@@ -8,6 +8,7 @@ import codecs
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any, Protocol
 
 from nibblelm.errors import RequestError
@@ -131,10 +132,10 @@ class WindowDetokenizer:
 
     KEEP, HOLD = 4, 8  # context ids that a new id is decoded after; most ids held for an unfinished character
 
-    def __init__(self, pieces: Pieces, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, pieces: Pieces, decode: Callable[[list[int]], str], after: Sequence[int] = ()) -> None:
         self._pieces = pieces
         self._decode = decode
-        self._context: list[int] = []
+        self._context = list(islice((i for i in reversed(after) if pieces(i) is not None), self.KEEP))[::-1]
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -158,12 +159,16 @@ class WindowDetokenizer:
 
 def detokenizer_factory(
     decoder: dict[str, Any] | None, decode: Callable[[list[int]], str] | None = None
-) -> Callable[[Pieces], Detokenizer]:
-    """Pick the detokenizer for the `decoder` section of a tokenizer.json; `decode` decodes a whole list of ids."""
+) -> Callable[[Pieces, Sequence[int]], Detokenizer]:
+    """Pick the detokenizer for the `decoder` section of a tokenizer.json; `decode` decodes a whole list of ids.
+
+    It is made with the ids that stand before those to come: what a decoder drops at the beginning of a text, it drops
+    only where none of them has text.
+    """
     steps = decoder.get("decoders", [decoder]) if decoder else []
     kinds = [step.get("type") for step in steps]
     if kinds == ["ByteLevel"]:
-        return ByteLevelDetokenizer
+        return lambda pieces, after: ByteLevelDetokenizer(pieces)
     replaced, strip = [], 0
     while kinds and kinds[0] == "Replace" and "String" in steps[0]["pattern"]:
         replaced.append((steps[0]["pattern"]["String"], steps[0]["content"]))
@@ -171,9 +176,14 @@ def detokenizer_factory(
     if kinds == ["ByteFallback", "Fuse", "Strip"] and steps[2]["content"] == " " and steps[2]["stop"] == 0:
         kinds, strip = kinds[:2], steps[2]["start"]
     if kinds == ["ByteFallback", "Fuse"]:
-        return lambda pieces: ByteFallbackDetokenizer(pieces, replaced, strip)
+
+        def made(pieces: Pieces, after: Sequence[int]) -> Detokenizer:
+            begins = all(pieces(i) is None for i in after)
+            return ByteFallbackDetokenizer(pieces, replaced, strip if begins else 0)
+
+        return made
     assert decode is not None
-    return lambda pieces: WindowDetokenizer(pieces, decode)
+    return lambda pieces, after: WindowDetokenizer(pieces, decode, after)
 
 
 class StopFinder:

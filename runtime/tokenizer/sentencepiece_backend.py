@@ -94,7 +94,7 @@ class SentencePieceBackend:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`."""
         stream = detokenizer_factory(self.decoder)(
-            lambda i: None if skip_special_tokens and i in self._special_ids else self.id_to_token(i)
+            lambda i: None if skip_special_tokens and i in self._special_ids else self.id_to_token(i), ()
         )
         return "".join([*map(stream.push, ids), stream.flush()])
 

@@ -107,7 +107,7 @@ class Tokenizer:
         piece = self.piece(token_id)
         if piece is None:
             return b""
-        stream = self._detokenizer(self.piece)
+        stream = self._detokenizer(self.piece, ())
         if isinstance(stream, ByteLevelDetokenizer) and not self.is_special(token_id):
             return byte_level_bytes(piece)
         if isinstance(stream, ByteFallbackDetokenizer):
@@ -154,11 +154,20 @@ class TextStream:
 
     Nothing is given out that a later token could change or turn into a stop string; characters spelled in byte pieces
     come as they are complete (ByteFallbackDetokenizer says where that differs from `decode`). Costs O(1) per token.
+
+    after  ids that the text goes on from: it is what their text is longer by. With none it is a beginning, where some
+           tokenizers drop the space of the first word
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+        after: Sequence[int] = (),
+    ) -> None:
         pieces = tokenizer._shown if skip_special_tokens else tokenizer._pieces
-        self._detokenizer = tokenizer._detokenizer(pieces.__getitem__)
+        self._detokenizer = tokenizer._detokenizer(pieces.__getitem__, after)
         self._stops = StopFinder(stops)
         self._emitted: list[str] = []
 

@@ -363,3 +363,79 @@ def test_a_stream_is_handed_from_thread_to_thread(llm: LLM) -> None:
     with ThreadPoolExecutor(1) as second:
         got += second.submit(lambda: ids_of(stream)).result()
     assert got == want
+
+
+def test_continuations_one_token_at_a_time(llm: LLM) -> None:
+    """The text of each goes on from its prompt's, so that together they are the text of one call."""
+    whole = llm.generate("Once", GREEDY)
+    text, ids = "Once", llm.encode("Once")
+    for token in whole.token_ids:
+        output = llm.generate(ids, temperature=0, max_tokens=1, ignore_eos=True)
+        text, ids = text + output.text, [*ids, token]
+    assert text == "Once" + whole.text
+    assert whole.text[0] == " "
+    assert llm.tokenizer is not None
+    llm.tokenizer.chat_template = "{{ messages[0].content }}"
+    assert llm.chat([{"role": "user", "content": "Once"}], GREEDY).text.startswith("upon a time")  # a text of its own
+
+
+def test_several_readers_of_one_request_all_end(llm: LLM) -> None:
+    handle = llm.submit(PROMPTS[0], GREEDY)
+    with ThreadPoolExecutor(3) as pool:
+        parts = list(pool.map(lambda _: ids_of(handle.tokens()), range(3)))
+    assert sorted(token for part in parts for token in part if token is not None) == sorted(
+        llm.generate(PROMPTS[0], GREEDY).token_ids
+    )
+    assert handle.result() is handle.result()
+    assert handle.result().output.token_ids == llm.generate(PROMPTS[0], GREEDY).token_ids
+    aborted = llm.submit(PROMPTS[0], GREEDY)
+    aborted.abort()
+    with pytest.raises(RequestError, match="was aborted"):
+        aborted.result()
+
+
+def test_two_event_loops_tasks_on_one_request(llm: LLM) -> None:
+    async def both() -> list[object]:
+        handle = llm.submit(PROMPTS[0], GREEDY)
+
+        async def read() -> list[int | None]:
+            return [piece.token_id async for piece in handle]
+
+        return await asyncio.wait_for(asyncio.gather(read(), read(), return_exceptions=True), 60)
+
+    first, second = asyncio.run(both())
+    assert isinstance(second, RequestError)
+    assert "already" in str(second)
+    assert first == llm.generate(PROMPTS[0], GREEDY).token_ids
+
+
+FORKED = """
+import os, sys
+from nibblelm import LLM
+from nibblelm.errors import EngineError
+llm = LLM(sys.argv[1], device="cpu")
+before = os.fork() == 0
+text = llm.generate("Once", temperature=0, max_tokens=4).text  # in both processes: the thread begins here
+if before:
+    print(text, flush=True)
+    os._exit(0)
+os.wait()
+if os.fork() == 0:
+    try:
+        llm.generate("Once", temperature=0, max_tokens=4)
+    except EngineError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+print(text)
+"""
+
+
+def test_a_process_that_was_forked(stories: Path) -> None:
+    """Before the first call it computes for itself; later its engine's thread is not there, and it says so."""
+    result = subprocess.run(
+        [sys.executable, "-c", FORKED, str(stories)], capture_output=True, text=True, check=True, timeout=120
+    )
+    first, error, last = result.stdout.splitlines()
+    assert first == last
+    assert "forked" in error

@@ -130,6 +130,25 @@ def test_unfinished_character_is_held_and_invalid_bytes_come_out(
     assert "".join(map(stream.push, ids)) == "é😀x"
 
 
+@pytest.mark.parametrize("name", ["stories260K", "tinystories656K", "qwen2", "gpt2"])
+def test_text_goes_on_from_that_of_a_prompt(
+    name: str, pair_of: Callable[[str], tuple[Tokenizer, Any]], texts: list[str]
+) -> None:
+    """By transformers: what the text of prompt and output is longer by than the prompt's, first spaces included."""
+    tokenizer, theirs = pair_of(name)
+    compared = 0
+    for text in (*texts, "Once upon a time, there was", "a  b", " x"):
+        ids = tokenizer.encode(text)
+        for cut in range(1, len(ids)):
+            before, whole = (theirs.decode(part, skip_special_tokens=True) for part in (ids[:cut], ids))
+            if "\ufffd" in whole or "\ufffd" in before or not whole.startswith(before):
+                continue
+            stream = TextStream(tokenizer, after=ids[:cut])
+            assert "".join([*map(stream.push, ids[cut:]), stream.flush()]) == whole[len(before) :]
+            compared += 1
+    assert compared > 50
+
+
 @pytest.mark.parametrize("name", ["stories260K", "spm"])
 def test_byte_pieces_are_text_as_soon_as_a_character_is_whole(
     name: str, pair_of: Callable[[str], tuple[Tokenizer, Any]], spm_folder: Path
