@@ -45,7 +45,8 @@ class GenerationOutput:
     """One finished request. `token_ids` includes the token that stopped it; `text` does not.
 
     finish_reason  "stop" (end token or stop string), "length" (`limit` says which: "max_tokens" or "context") or, in a
-                   list of prompts, "error": `error` says why the request could not go on, text and ids stop before it
+                   list of prompts, "error": `error` says why the request could not go on, text and ids stop before it;
+                   `error_type` is the exception's name: "SchemaError" where the answer could not follow its schema
     logprobs       per token, from the raw logits, if asked for; prompt_logprobs likewise (None for the first token)
     """
 
@@ -58,6 +59,7 @@ class GenerationOutput:
     seed: int
     timings: Timings
     error: str | None = None
+    error_type: str | None = None
 
 
 @dataclasses.dataclass(slots=True)  # as Sampled is
@@ -117,7 +119,7 @@ class Request:
         self.share = 0 if self.every_row else len(ids)
         self.prompt_logprobs: list[Sampled | None] | None = None
         self.finish: FinishReason | None = None
-        self.error: str | None = None
+        self.error: RequestError | None = None
         self.start = 0  # prompt tokens that were found in the cache
         self.drafted_tokens = self.accepted_tokens = 0
         self.created = self.last = time.perf_counter()  # `last`: when its newest token came
@@ -143,7 +145,7 @@ class Request:
     def accept(self, chosen: Sampled | RequestError) -> StreamPiece:
         """Take the next token, and say what text it makes safe to show. An error in its place ends the request."""
         if isinstance(chosen, RequestError):
-            self.finish, self.error = "error", str(chosen)
+            self.finish, self.error = "error", chosen
             return StreamPiece("" if self.text is None else self.text.flush(), None, self.output())
         self.sampled.append(chosen)
         text = ""
@@ -180,7 +182,8 @@ class Request:
                 self.drafted_tokens,
                 self.accepted_tokens,
             ),
-            error=self.error,
+            error=None if self.error is None else str(self.error),
+            error_type=None if self.error is None else type(self.error).__name__,
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nibblelm.errors import EngineError, NibbleLMError, SchemaError, printable
+from nibblelm.request import GenerationOutput
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 
@@ -42,3 +43,12 @@ def as_api_error(error: NibbleLMError, param: str | None = None) -> ApiError:
     if isinstance(error, SchemaError):
         return ApiError(422, str(error), param="response_format", code="unsupported_schema")
     return ApiError(400, str(error), param=param)
+
+
+def error_of(output: GenerationOutput) -> ApiError | None:
+    """Why an output ended before its time, None if it did not: what it was to follow, or a mistake of the server's."""
+    if output.error is None:
+        return None
+    if output.error_type == SchemaError.__name__:
+        return as_api_error(SchemaError(output.error))
+    return ApiError(500, output.error)

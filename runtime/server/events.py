@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from nibblelm.engine_core import Handle
 from nibblelm.readers import Reader
 from nibblelm.server.answers import event
-from nibblelm.server.errors import ApiError
+from nibblelm.server.errors import ApiError, error_of
 from nibblelm.server.service import Service, until_gone
 
 KEEP_ALIVE_S = 15.0
@@ -105,8 +105,8 @@ class EventStream:
                 for _, piece in batch:
                     if piece.output is not None:
                         self._unfinished -= 1
-                        if piece.output.error is not None:
-                            raise ApiError(500, piece.output.error)
+                        if error := error_of(piece.output):
+                            raise error
                 if not reader.ended:
                     return
         except Exception as error:  # for the task

@@ -53,7 +53,7 @@ def read_common(f: Fields, max_tokens: int | None, logprobs: int | None) -> Comm
         stop=f.strings("stop", MOST_STOPS, LONGEST_STOP),
         stop_token_ids=_ids(f, "stop_token_ids", MOST_STOPS),
         ignore_eos=_ignore_eos(f, bool(guided)),
-        min_tokens=f.integer("min_tokens", 0, MOST_TOKENS) or 0,
+        min_tokens=_min_tokens(f, bool(guided)),
         skip_special_tokens=f.take("skip_special_tokens", "true or false", lambda v: isinstance(v, bool)) is not False,
         logprobs=logprobs,
         **guided,
@@ -92,6 +92,13 @@ def _ignore_eos(f: Fields, guided: bool) -> bool:
     wanted = f.flag("ignore_eos")
     if wanted and guided:
         f.refuse("ignore_eos", True, "false where the answer follows a schema, which ends it")
+    return wanted
+
+
+def _min_tokens(f: Fields, guided: bool) -> int:
+    wanted = f.integer("min_tokens", 0, MOST_TOKENS) or 0
+    if wanted and guided:
+        f.refuse("min_tokens", wanted, "0 where the answer follows a schema, which may have to end before")
     return wanted
 
 

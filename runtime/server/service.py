@@ -17,7 +17,7 @@ from nibblelm.errors import NibbleLMError, RequestError
 from nibblelm.readers import collect
 from nibblelm.request import GenerationOutput, Request
 from nibblelm.sampling_params import SamplingParams
-from nibblelm.server.errors import ApiError, as_api_error
+from nibblelm.server.errors import ApiError, as_api_error, error_of
 from nibblelm.server.fields import Fields, parse
 
 MOST_BYTES = 4 << 20
@@ -179,8 +179,8 @@ class Service:
         finished = [output for output in done if output is not None]
         if len(finished) < len(handles):
             raise ClientGoneError
-        if (failed := next((output.error for output in finished if output.error is not None), None)) is not None:
-            raise ApiError(500, failed)
+        if failed := next((error for output in finished if (error := error_of(output))), None):
+            raise failed
         return finished
 
     def _failed(self, error: NibbleLMError) -> ApiError:

@@ -20,6 +20,10 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+MANY_PATTERNS = {
+    "type": "object",
+    "properties": {f"p{i}": {"type": "string", "pattern": f"[a-z]{{{i % 7}}}(x|y)*"} for i in range(500)},
+}
 
 
 def form(schema: Any) -> Any:
@@ -75,6 +79,9 @@ def test_expressions_and_grammars(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "text", "x": 1}}, 400, "response_format.x", "not supported here"),
         ({"regex": "a", "grammar": "b"}, 400, "response_format", "one of"),
         ({"regex": "a", "ignore_eos": True}, 400, "ignore_eos", "which ends it"),
+        ({"regex": "ab", "min_tokens": 50}, 400, "min_tokens", "may have to end before"),
+        ({"grammar": 'start: a\na: "x" a | "x" a', "max_tokens": 300}, 422, "response_format", "cannot be followed"),
+        ({"response_format": form(MANY_PATTERNS), "max_tokens": 300}, 422, "response_format", "cannot be followed"),
     ],
     ids=str,
 )
@@ -82,6 +89,13 @@ def test_what_cannot_be_followed(body: Any, status: int, param: str, message: st
     got, answer, _ = server.request("POST", "/v1/completions", {"prompt": "A", **body})
     assert (got, answer["error"]["param"]) == (status, param)
     assert message in answer["error"]["message"]
+
+
+def test_what_turns_out_in_a_stream(server: Any) -> None:
+    body = {"prompt": "A", "grammar": 'start: a\na: "x" a | "x" a', "max_tokens": 300, "stream": True}
+    status, text, _ = server.request("POST", "/v1/completions", body)
+    error = json.loads(text.strip().rpartition("data: ")[2])["error"]
+    assert (status, error["type"], error["code"]) == (200, "invalid_request_error", "unsupported_schema")
 
 
 def test_many_at_once_beside_others(client: openai.OpenAI, server: Any) -> None:
