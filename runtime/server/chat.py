@@ -51,8 +51,8 @@ def read_chat(f: Fields, generation_config: dict[str, Any]) -> Chat:
     asked = older if asked is None else asked
     unasked = generation_config.get("max_new_tokens") or -1
     common = read_common(f, unasked if asked is None else asked, _logprobs(f))
-    if forced and (common.guided or common.params.ignore_eos):
-        f.refuse("tool_choice", choice, "none or auto with response_format, regex, grammar or ignore_eos")
+    if forced and (common.guided or common.params.ignore_eos or common.params.min_tokens):
+        f.refuse("tool_choice", choice, "none or auto with response_format, regex, grammar, ignore_eos or min_tokens")
     f.take("modalities", '["text"]', lambda v: v == ["text"])
     f.end()
     offered = [] if choice == "none" else tools
@@ -97,7 +97,10 @@ def _requests(service: Service, wanted: Chat) -> tuple[str, list[Request]]:
             raise ApiError(400, "tool calls of this model's form cannot be forced; use auto", param="tool_choice")
         fields: dict[str, Any] = {"skip_special_tokens": False} if spoken.special else {}
         if wanted.forced and spoken.forced is not None:
-            fields |= spoken.forced(wanted.forced)
+            try:
+                fields |= spoken.forced(wanted.forced)
+            except RecursionError as error:
+                raise ApiError(422, "the parameters of a tool are nested too deeply", param="tools") from error
         params = service.llm.resolve(params, fields)
     prompt = tokenizer.apply_chat_template(wanted.messages, **wanted.variables)
     ids, params = service.llm.encode_rendered(prompt), service.llm.resolve(params, {})

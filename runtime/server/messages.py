@@ -1,6 +1,7 @@
 """The messages and tools of a chat request, as chat templates take them."""
 
 import json
+import re
 from typing import Any
 
 from nibblelm.server.fields import Fields
@@ -67,7 +68,7 @@ def _tool_calls(m: Fields) -> list[dict[str, Any]]:
         name, text = function.text("name", required=True), function.text("arguments") or "{}"
         try:
             arguments: Any = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = text  # a model may have written it, and sees it as it was
         function.end()
         call.end()
@@ -83,11 +84,11 @@ def read_tools(f: Fields) -> list[dict[str, Any]]:
         function = tool.object("function")
         if function is None:
             tool.refuse("function", None, "an object with name, description and parameters")
-        name = function.take("name", "a name of 1 to 64 characters", _is_name, required=True)
+        name = function.take("name", "1 to 64 of the characters a-z, A-Z, 0-9, _ and -", _is_name, required=True)
         shown: dict[str, Any] = {"name": name}
         if (description := function.text("description")) is not None:
             shown["description"] = description
-        parameters = function.take("parameters", "a JSON schema", lambda v: isinstance(v, dict))
+        parameters = function.take("parameters", "a JSON schema of type object", _is_of_objects)
         shown["parameters"] = parameters or {"type": "object", "properties": {}}
         function.flag("strict")
         function.end()
@@ -97,7 +98,11 @@ def read_tools(f: Fields) -> list[dict[str, Any]]:
 
 
 def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 64
+    return isinstance(value, str) and re.fullmatch("[a-zA-Z0-9_-]{1,64}", value) is not None
+
+
+def _is_of_objects(schema: Any) -> bool:
+    return isinstance(schema, dict) and schema.get("type", "object") == "object"
 
 
 def read_tool_choice(f: Fields, tools: list[dict[str, Any]]) -> str | None:

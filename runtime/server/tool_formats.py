@@ -89,13 +89,37 @@ def _forced_llama3(tools: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _schema(tools: list[dict[str, Any]], key: str) -> dict[str, Any]:
-    """Of a call of one of the tools."""
-    calls = []
-    for function in (tool["function"] for tool in tools):
-        properties = {"name": {"const": function["name"]}, key: function["parameters"]}
+    """Of a call of one of the tools. Their parameters stand side by side, each with its definitions inside."""
+    calls, parameters = [], {}
+    for place, function in enumerate(tool["function"] for tool in tools):
+        where = f"#/$defs/{place}"
+        parameters[str(place)] = {"type": "object"} | _moved(function["parameters"], where)
+        properties = {"name": {"const": function["name"]}, key: {"$ref": where}}
         call = {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
         calls.append(call)
-    return {"anyOf": calls}
+    return {"anyOf": calls, "$defs": parameters}
+
+
+_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords of JSON schema that hold schemas by names, which are no keywords."""
+
+
+def _moved(schema: Any, where: str) -> Any:
+    """A schema as it is to be written at the pointer `where` of another, so that it refers to its own parts as before.
+    What has an $id is resolved by that, wherever it stands."""
+    if isinstance(schema, list):
+        return [_moved(part, where) for part in schema]
+    if not isinstance(schema, dict) or "$id" in schema:
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            moved[key] = {name: _moved(part, where) for name, part in value.items()}
+        elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[key] = where + value[1:]
+        else:
+            moved[key] = value if key in ("const", "enum") else _moved(value, where)
+    return moved
 
 
 QWEN = ToolFormat("<tool_call>", "</tool_call>", _qwen, forced=_forced_qwen)

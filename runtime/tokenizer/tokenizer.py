@@ -134,7 +134,7 @@ class Tokenizer:
         return None if token is None else self._backend.token_to_id(token)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
+        self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
         """The prompt for `messages` ({"role": ..., "content": ...}) by the checkpoint's own template.
 
