@@ -1,6 +1,7 @@
 """The process: a socket, its limits on slow clients, signals, and the way out."""
 
 import asyncio
+import json
 import logging
 import signal
 import socket
@@ -11,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -18,6 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from nibblelm.engine import LLM
 from nibblelm.errors import RequestError
 from nibblelm.server.app import application
+from nibblelm.server.errors import ApiError
 from nibblelm.server.events import CONNECTION
 from nibblelm.server.service import Limits, Service
 
@@ -133,7 +136,8 @@ async def _interrupted(service: Service, received: "asyncio.Queue[int]", drain_s
 
 
 class _Protocol(HttpToolsProtocol):
-    """uvicorn's, with an end to clients that never come to the point: it has none for a request's head. It is a
+    """uvicorn's, with an end to clients that never come to the point: it has none for a request's head. An upgrade to
+    another protocol, which HTTP/2 clients offer, is passed over; uvicorn's drops the request's body. It is a
     `Connection` for streams, too."""
 
     _head_timer: asyncio.TimerHandle | None = None
@@ -149,7 +153,11 @@ class _Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            self.send_400_response(f"this cannot be read as HTTP/1.1: {error}")
         if self._head_timer is not None and self._head_bytes > HEAD_BYTES:
             self.transport.close()
 
@@ -161,8 +169,35 @@ class _Protocol(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
 
     def on_headers_complete(self) -> None:
-        self._head_done()
-        super().on_headers_complete()
+        if not self.parser.should_upgrade():
+            self._head_done()
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        body = json.dumps(ApiError(400, msg).body)
+        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
+        self.transport.write(f"HTTP/1.1 400 Bad Request\r\n{head}\r\n\r\n{body}".encode())
+        self.transport.close()
+
+    def _parse(self, data: bytes) -> None:
+        """Feed the parser, which takes what follows a head that offers an upgrade for the other protocol's: the head is
+        fed again, without the offer."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+                if method == b"CONNECT":
+                    raise httptools.HttpParserError("the method CONNECT is not supported") from offer
+                kept = b"".join(b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade")
+                self.parser.feed_data(b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, kept))
+                rest = rest[offer.args[0] :]
 
     @property
     def in_time(self) -> bool:

@@ -1,0 +1,74 @@
+"""HTTP as other clients speak it: offers to upgrade, heads and bodies in pieces, requests behind each other, and what
+is none."""
+
+import http.client
+import json
+import re
+import socket
+from typing import Any
+
+import pytest
+
+BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}).encode()
+OFFER = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQCAAAAAAIAAAAA"}
+
+
+def post(headers: dict[str, str], body: bytes = BODY, chunked: bool = False) -> bytes:
+    length = "transfer-encoding: chunked" if chunked else f"content-length: {len(body)}"
+    lines = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", length]
+    head = "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers.items())])
+    return head.encode() + b"\r\n\r\n" + (b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if chunked else body)
+
+
+def answers(server: Any, *pieces: bytes, count: int = 1) -> list[tuple[int, Any]]:
+    """Statuses and JSON of the answers to what one connection sends."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for piece in pieces:
+            connection.sendall(piece)
+        found, came = [], connection.makefile("rb")
+        for _ in range(count):
+            status = int(came.readline().split()[1])
+            length = int(http.client.parse_headers(came)["content-length"])
+            found.append((status, json.loads(came.read(length))))
+        return found
+
+
+@pytest.fixture(scope="module")
+def text(server: Any) -> str:
+    ((status, answer),) = answers(server, post({}))
+    assert status == 200
+    return answer["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("size", [10_000, 50, 1])
+def test_an_upgrade_is_passed_over(size: int, chunked: bool, server: Any, text: str) -> None:
+    whole = post(OFFER, chunked=chunked)
+    ((status, answer),) = answers(server, *(whole[i : i + size] for i in range(0, len(whole), size)))
+    assert (status, answer["choices"][0]["text"]) == (200, text)
+
+
+def test_requests_behind_each_other(server: Any, text: str) -> None:
+    web = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    several = [web, post(OFFER), post({}), web]
+    for pieces in (several, [b"".join(several)]):
+        found = answers(server, *pieces, count=len(several))
+        assert [status for status, _ in found] == [200] * 4
+        assert [found[i][1]["choices"][0]["text"] for i in (1, 2)] == [text] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"no such thing\r\n\r\n", "Invalid method"),
+        (b"CONNECT x:80 HTTP/1.1\r\nhost: x\r\n\r\n", "CONNECT is not supported"),
+        (b"GET / HTTP/1.1\r\nbad header\r\n\r\n", "header"),
+        (b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", ""),
+        (post({"content-length": "3"}), "Content-Length"),
+    ],
+)
+def test_what_is_no_http_gets_the_errors_that_all_get(data: bytes, message: str, server: Any) -> None:
+    ((status, answer),) = answers(server, data)
+    assert (status, sorted(answer["error"])) == (400, ["code", "message", "param", "type"])
+    assert re.match(f"this cannot be read as HTTP/1.1: .*{message}", answer["error"]["message"])
