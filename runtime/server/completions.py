@@ -15,7 +15,7 @@ from nibblelm.server.events import EventStream
 from nibblelm.server.fields import Fields
 from nibblelm.server.sampling_fields import MOST_LOGPROBS, MOST_TOKENS, Common, read_common
 from nibblelm.server.service import Service, read_body
-from nibblelm.tokenizer import Tokenizer
+from nibblelm.tokenizer import TextStream, Tokenizer
 
 MAX_TOKENS = 16
 """Tokens where the request does not say, as in OpenAI's API."""
@@ -105,7 +105,7 @@ class _Answer:
         self._head = head("cmpl", "text_completion", service.names[0])
         self._chunks = Chunks(self._head, wanted.common.include_usage)
         self._outputs: dict[int, GenerationOutput] = {}
-        self._offsets = [0] * len(requests)
+        self._offsets: dict[int, _Offsets] = {}
         self._begun = [False] * len(requests)
         self._plain = wanted.asked > 0 and wanted.common.params.logprobs is None
         self._of_text = [self._chunks.of_texts(partial(self._choice, i, [], None)) for i in range(len(requests))]
@@ -156,6 +156,10 @@ class _Answer:
     def _logprobs(self, place: int, scores: list[Sampled | None]) -> dict[str, Any]:
         most = self._wanted.common.params.logprobs or 0
         first = self._requests[place].ids[0]
+        if (at := self._offsets.get(place)) is None:
+            echoed = len(self._requests[place].ids) if self._wanted.echo else 0
+            shows = not self._wanted.common.params.skip_special_tokens
+            at = self._offsets[place] = _Offsets(self._tokenizer, echoed, self._beginning(place)[0], shows)
         names, values, tops, offsets = [], [], [], []
         for sampled in scores:
             token_id = first if sampled is None else sampled.token_id
@@ -163,18 +167,32 @@ class _Answer:
             names.append(name)
             values.append(None if sampled is None else finite(sampled.logprob))
             tops.append(None if sampled is None else _top(self._tokenizer, sampled, most))
-            offsets.append(self._offsets[place])
-            self._offsets[place] += self._width(token_id, name)
+            offsets.append(at.of(token_id))
         return {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
-
-    def _width(self, token_id: int, name: str) -> int:
-        """Characters of the text that a token makes by itself."""
-        hidden = self._tokenizer is None or self._tokenizer.is_special(token_id) or name.startswith("bytes:")
-        return 0 if hidden else len(name)
 
     def _usage(self) -> dict[str, Any]:
         n, outputs = self._wanted.common.n, [self._outputs[place] for place in range(len(self._requests))]
         return usage(outputs[::n], outputs, None if self._wanted.asked else 0)
+
+
+class _Offsets:
+    """Where the tokens of an answer begin in its text: behind the characters that those before them make, of which some
+    take several. The prompt's tokens, `echoed` of them, make its text `prompt`, and the output begins behind that."""
+
+    def __init__(self, tokenizer: Tokenizer | None, echoed: int, prompt: str, shows_special: bool) -> None:
+        self._tokenizer, self._shows_special = tokenizer, shows_special
+        self._echoed, self._prompt = echoed, len(prompt)
+        self._at = 0
+        self._stream = None if tokenizer is None else TextStream(tokenizer)
+
+    def of(self, token_id: int) -> int:
+        """The offset of the next token."""
+        if self._echoed == 0 and self._tokenizer is not None:
+            self._at, self._stream = self._prompt, TextStream(self._tokenizer, (), not self._shows_special)
+        self._echoed -= 1
+        at = self._at
+        self._at += 0 if self._stream is None else len(self._stream.push(token_id))
+        return at
 
 
 def _top(tokenizer: Tokenizer | None, sampled: Sampled, most: int) -> dict[str, float | None]:

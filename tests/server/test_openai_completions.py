@@ -135,6 +135,32 @@ def test_echo_scores_a_prompt_without_an_answer(client: openai.OpenAI, llm: LLM)
     assert echoed == PROMPT + alone(llm).text
 
 
+def test_offsets_where_characters_take_several_tokens(client: openai.OpenAI, llm: LLM) -> None:
+    """A token begins behind all characters that are whole in the bytes before it."""
+
+    def raw(name: str) -> bytes:
+        hidden = b"" if name == "<s>" else name.encode()
+        return bytes.fromhex(name[6:].replace("\\x", "")) if name.startswith("bytes:") else hidden
+
+    for prompt in ("☀😀 Lily", llm.encode("☀😀 Lily")):
+        for echo in (True, False):
+            asked: Any = dict(model="demo", prompt=prompt, echo=echo, logprobs=3, max_tokens=60, temperature=1, seed=1)
+            asked["extra_body"] = {"regex": "(☀|😀|é| Lily|\\n){8}"}
+            choice = client.completions.create(**asked).choices[0]
+            assert choice.logprobs is not None
+            names, offsets = choice.logprobs.tokens or [], choice.logprobs.text_offset or []
+            before = [b"".join(map(raw, names[:i])).decode(errors="ignore") for i in range(len(names))]
+            assert offsets == list(map(len, before))
+            assert all(choice.text.startswith(text) for text in before)
+            if echo:
+                assert offsets[names.index(" Lily")] == 2
+            streamed: list[int] = []
+            for chunk in client.completions.create(stream=True, **asked):
+                if (part := chunk.choices[0].logprobs) is not None:
+                    streamed += part.text_offset or []
+            assert streamed == offsets
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_is_the_answer_in_pieces(n: int, client: openai.OpenAI, llm: LLM) -> None:
     options: Any = dict(temperature=1.0, seed=8, max_tokens=20)
