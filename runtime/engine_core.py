@@ -27,6 +27,9 @@ from nibblelm.stats import Stats
 BACKLOG = 64
 """Pieces that wait for a reader before its sequence sits out; it goes on when half of them are read."""
 
+MOST_REQUESTS = 4096
+"""Unfinished requests at a time, where an engine is not made for another number."""
+
 _ABORTED = object()
 
 
@@ -38,7 +41,7 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, scheduler: Scheduler, most: int = 4096, speculation: Speculation | None = None
+        self, runner: Runner, scheduler: Scheduler, most: int = MOST_REQUESTS, speculation: Speculation | None = None
     ) -> None:
         self._core = _Core(runner, scheduler, speculation)
         self.stats = self._core.stats

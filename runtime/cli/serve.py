@@ -41,6 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from nibblelm.engine import MAX_SEQUENCES
+    from nibblelm.engine_core import MOST_REQUESTS
     from nibblelm.errors import RequestError
 
     try:
@@ -52,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         raise RequestError(f"serve needs {error.name}; install it with pip install 'nibblelm[serve]'") from error
     keys = [*args.api_key, *_keys(args.api_key_file)]
     limits = Limits(args.max_queue, args.timeout)
+    limits.check(args.max_sequences or min(MAX_SEQUENCES.values()), MOST_REQUESTS)
     options = Options(args.host, args.port, keys, args.cors, limits, args.drain)
     listening = bound(options.host, options.port)
     llm = load_model(args, args.max_sequences)
@@ -69,7 +72,10 @@ def _keys(path: Path | None) -> list[str]:
 
     if path is None:
         return []
-    keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        keys = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is no text in UTF-8: {error}; write keys in it, one a line") from error
     if not keys:
         raise RequestError(f"{path} has no key; write one a line")
     return keys

@@ -163,11 +163,15 @@ class _Target:
     """HTTP/1.1 as far as it is needed here: a connection for each request, bodies in chunks or to the end."""
 
     def __init__(self, url: str, key: str | None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RequestError(f"--url is {url!r}; supported: http://HOST:PORT or https://HOST")
-        self._host, self._tls = parts.hostname, parts.scheme == "https"
-        self._port = parts.port or (443 if self._tls else 80)
+        try:
+            parts = urlsplit(url)
+            self._host, port = parts.hostname or "", parts.port
+            if parts.scheme not in ("http", "https") or not self._host:
+                raise ValueError("a scheme or a host is missing")
+        except ValueError as error:  # which a bracket without its other is, too, and a port above 65535
+            raise RequestError(f"--url is {url!r}; supported: http://HOST:PORT or https://HOST") from error
+        self._tls = parts.scheme == "https"
+        self._port = port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
         self._key = "" if key is None else f"authorization: Bearer {key}\r\n"
 
@@ -187,7 +191,7 @@ class _Target:
         context = ssl.create_default_context() if self._tls else None
         try:
             reader, writer = await asyncio.open_connection(self._host, self._port, ssl=context, limit=1 << 22)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise RequestError(f"{self._host}:{self._port} cannot be reached: {error}") from error
         try:
             head = f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._host}\r\nconnection: close\r\n{self._key}"

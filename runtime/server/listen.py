@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import signal
 import socket
 import sys
@@ -35,7 +36,7 @@ KEEP_ALIVE_S = 75
 class Options:
     """Where to listen, and for whom.
 
-    keys      any of them is asked for; none: everyone may come
+    keys      any of them is asked for; none: everyone may come. RequestError for one that is not visible ASCII
     origins   of web pages that may use the server from a browser, "*" for all
     drain_s   seconds that running requests have to end after SIGTERM
     """
@@ -46,6 +47,13 @@ class Options:
     origins: Sequence[str] = ()
     limits: Limits = field(default_factory=Limits)
     drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not all(re.fullmatch("[!-~]+", key) for key in self.keys):
+            raise RequestError(
+                "a key (--api-key, --api-key-file) is empty, or has characters that headers do not carry; "
+                "supported: visible characters of ASCII"
+            )
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -39,6 +39,13 @@ class Limits:
     max_queue: int = 256
     timeout_s: float = 3600.0
 
+    def check(self, max_sequences: int, most: int) -> None:
+        """Raise RequestError where there may be more outputs than the `most` of an engine."""
+        if max_sequences + self.max_queue > most:
+            raise RequestError(
+                f"max_sequences is {max_sequences} and max_queue is {self.max_queue}; supported: {most} in all"
+            )
+
 
 class ClientGoneError(Exception):
     """The client has closed its connection: there is nobody to answer."""
@@ -54,10 +61,7 @@ class Service:
         self.draining = False
         self.created = int(time.time())
         self.engine_failed = asyncio.Event()
-        if self.most > llm.engine.most:
-            raise RequestError(
-                f"max_queue is {limits.max_queue}; supported: {llm.engine.most - llm.max_sequences} or less"
-            )
+        limits.check(llm.max_sequences, llm.engine.most)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nibblelm-server")
 
     @property

@@ -41,6 +41,9 @@ def test_errors_are_counted_and_goals_judged(server: Any, capsys: pytest.Capture
     assert "0 %" in shown
     for given, message in (
         (["--url", "ftp://x"], "supported: http://HOST:PORT"),
+        (["--url", "http://127.0.0.1:99999"], "supported: http://HOST:PORT"),
+        (["--url", "http://[::1"], "supported: http://HOST:PORT"),
+        (["--url", "http://a..b"], "cannot be reached"),
         (["--url", "http://127.0.0.1:1"], "cannot be reached"),
         (["--url", server.url, "--served-model", "other"], "none of 200 requests was answered"),
     ):

@@ -230,19 +230,27 @@ def listens(port: int) -> bool:
 
 def test_arguments_that_cannot_be(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "latin").write_bytes("schlüssel".encode("latin-1"))
+    (tmp_path / "umlaut").write_text("schlüssel")
     for options, code, message in (
         (["--port", "70000"], 2, "0 to 65535"),
         (["--drain", "-1"], 2, "0 to 1000000"),
         (["--host", "no.such.host.invalid"], 1, "cannot listen on no.such.host.invalid"),
         (["--api-key-file", str(tmp_path / "empty")], 1, "has no key"),
+        (["--api-key-file", str(tmp_path / "latin")], 1, "is no text in UTF-8"),
+        (["--api-key-file", str(tmp_path / "umlaut")], 1, "supported: visible characters of ASCII"),
+        (["--api-key", ""], 1, "supported: visible characters of ASCII"),
+        (["--api-key", "good", "--api-key", "k\udcff"], 1, "supported: visible characters of ASCII"),
         (["--max-queue", "5000", "--port", "0"], 1, "max_queue is 5000"),
+        (["--max-sequences", "5000", "--port", "0"], 1, "max_sequences is 5000 and max_queue is 256; supported: 4096"),
         (["--kv-memory", "1M", "--max-context", "512", "--port", "0"], 1, "for keys and values hold"),
     ):
         try:
             ended = main(["serve", str(folder), "--device", "cpu", *options])
         except SystemExit as exit_:
             ended = exit_.code
-        assert (ended, message in capsys.readouterr().err) == (code, True)
+        shown = capsys.readouterr().err
+        assert (ended, message in shown, "serving" in shown) == (code, True, False)
 
 
 def test_a_server_open_to_all_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
