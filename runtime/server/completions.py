@@ -108,7 +108,8 @@ class _Answer:
         self._offsets: dict[int, _Offsets] = {}
         self._begun = [False] * len(requests)
         self._plain = wanted.asked > 0 and wanted.common.params.logprobs is None
-        self._of_text = [self._chunks.of_texts(partial(self._choice, i, [], None)) for i in range(len(requests))]
+        places = range(len(requests)) if self._plain else ()
+        self._of_text = [self._chunks.of_texts(partial(self._choice, i, [], None)) for i in places]
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         self._outputs = dict(enumerate(outputs))

@@ -148,6 +148,7 @@ class _Protocol(HttpToolsProtocol):
     another protocol, which HTTP/2 clients offer, is passed over; uvicorn's drops the request's body. It is a
     `Connection` for streams, too."""
 
+    parser: Any  # an HttpRequestParser, and none once the connection is lost
     _head_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0
 
