@@ -158,9 +158,8 @@ class _Answer:
         most = self._wanted.common.params.logprobs or 0
         first = self._requests[place].ids[0]
         if (at := self._offsets.get(place)) is None:
-            echoed = len(self._requests[place].ids) if self._wanted.echo else 0
-            shows = not self._wanted.common.params.skip_special_tokens
-            at = self._offsets[place] = _Offsets(self._tokenizer, echoed, self._beginning(place)[0], shows)
+            request, prompt = self._requests[place], self._beginning(place)[0] if self._wanted.echo else None
+            at = self._offsets[place] = _Offsets(self._tokenizer, request, prompt)
         names, values, tops, offsets = [], [], [], []
         for sampled in scores:
             token_id = first if sampled is None else sampled.token_id
@@ -178,18 +177,19 @@ class _Answer:
 
 class _Offsets:
     """Where the tokens of an answer begin in its text: behind the characters that those before them make, of which some
-    take several. The prompt's tokens, `echoed` of them, make its text `prompt`, and the output begins behind that."""
+    take several. With echo the tokens of `prompt` come first."""
 
-    def __init__(self, tokenizer: Tokenizer | None, echoed: int, prompt: str, shows_special: bool) -> None:
-        self._tokenizer, self._shows_special = tokenizer, shows_special
-        self._echoed, self._prompt = echoed, len(prompt)
-        self._at = 0
+    def __init__(self, tokenizer: Tokenizer | None, request: Request, prompt: str | None) -> None:
+        self._tokenizer, self._request = tokenizer, request
+        self._at, self._behind = 0, len(prompt or "")
+        self._echoed = 0 if prompt is None else len(request.ids)
         self._stream = None if tokenizer is None else TextStream(tokenizer)
 
     def of(self, token_id: int) -> int:
         """The offset of the next token."""
         if self._echoed == 0 and self._tokenizer is not None:
-            self._at, self._stream = self._prompt, TextStream(self._tokenizer, (), not self._shows_special)
+            skips = self._request.params.skip_special_tokens
+            self._at, self._stream = self._behind, TextStream(self._tokenizer, (), skips, self._request.ids)
         self._echoed -= 1
         at = self._at
         self._at += 0 if self._stream is None else len(self._stream.push(token_id))

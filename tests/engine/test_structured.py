@@ -192,7 +192,8 @@ def test_a_guide_that_fails_on_the_way_ends_one_request(llm: LLM, monkeypatch: p
     next(stream)
     monkeypatch.setattr(request.sampler.guide, "mask", broken)
     *_, last = stream
-    assert (last.output.finish_reason, last.output.error) == ("error", "too much")
+    output = last.output
+    assert (output.finish_reason, output.error, output.error_type) == ("error", "too much", "SchemaError")
     assert len(other.result().output.token_ids) == 30
 
 
