@@ -119,7 +119,8 @@ class Request:
         self.share = 0 if self.every_row else len(ids)
         self.prompt_logprobs: list[Sampled | None] | None = None
         self.finish: FinishReason | None = None
-        self.error: RequestError | None = None
+        self.error: str | None = None
+        self.error_type: str | None = None
         self.start = 0  # prompt tokens that were found in the cache
         self.drafted_tokens = self.accepted_tokens = 0
         self.created = self.last = time.perf_counter()  # `last`: when its newest token came
@@ -145,7 +146,7 @@ class Request:
     def accept(self, chosen: Sampled | RequestError) -> StreamPiece:
         """Take the next token, and say what text it makes safe to show. An error in its place ends the request."""
         if isinstance(chosen, RequestError):
-            self.finish, self.error = "error", chosen
+            self.finish, self.error, self.error_type = "error", str(chosen), type(chosen).__name__
             return StreamPiece("" if self.text is None else self.text.flush(), None, self.output())
         self.sampled.append(chosen)
         text = ""
@@ -182,8 +183,8 @@ class Request:
                 self.drafted_tokens,
                 self.accepted_tokens,
             ),
-            error=None if self.error is None else str(self.error),
-            error_type=None if self.error is None else type(self.error).__name__,
+            error=self.error,
+            error_type=self.error_type,
         )
 
 
