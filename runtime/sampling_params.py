@@ -105,6 +105,7 @@ class SamplingParams:
         guided = [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]
         _require(len(guided) < 2, " and ".join(guided), "given", "one of schema, regex and grammar")
         _require(not (guided and self.ignore_eos), "ignore_eos", True, f"False with {guided}, which end answers")
+        _require(not (guided and self.min_tokens), "min_tokens", self.min_tokens, f"0 with {guided}, which end answers")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", {int(i): float(value) for i, value in bias.items()})
         object.__setattr__(self, "stop", tuple(stop))

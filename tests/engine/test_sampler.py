@@ -381,6 +381,7 @@ def test_resolution_order() -> None:
         ({"logit_bias": {5: 10**400}}, "logit_bias is"),
         ({"logit_bias": {5: 1e39}}, "logit_bias is .* numbers of at most 1e38, or minus infinity"),
         ({"logit_bias": [5]}, "logit_bias is"),
+        ({"regex": "ab", "min_tokens": 50}, r"min_tokens is 50; supported: 0 with"),
         ({"schema": False}, "schema is False; .* or True for any JSON value"),
     ],
 )
