@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -119,7 +120,7 @@ def test_two_chats_in_turns_keep_their_caches(llm: LLM) -> None:
 
 def eventually(condition: Callable[[], bool]) -> bool:
     """Whether a condition comes true while the engine's thread goes on."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.002)
     return condition()
@@ -208,10 +209,17 @@ def test_an_interrupt_ends_the_call_that_waits_and_no_other(llm: LLM) -> None:
     other = llm.stream(PROMPTS[0], GREEDY)
     got = [next(other).token_id]
     long = SamplingParams(temperature=1, max_tokens=480, ignore_eos=True)
-    timer = threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def interrupt() -> None:
+        if eventually(lambda: len(scheduler_of(llm).waiting) > 100):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def interrupted() -> None:
+        threading.Thread(target=interrupt).start()
         llm.generate(["Once"] * 2000, long)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert eventually(lambda: not scheduler_of(llm).waiting)
     assert llm.generate(PROMPTS[0], GREEDY).token_ids == want
     assert got + ids_of(other) == want
@@ -274,7 +282,7 @@ def test_the_interpreter_exits_in_the_middle_of_a_stream(ending: str, stories: P
             next(stream)
         {ending}
     """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == {"p": 0, "s": 7, "r": 1, "o": -signal.SIGINT}[ending[0]], result.stderr
     assert "nibblelm-engine" not in result.stderr
 

@@ -201,7 +201,7 @@ def said(output: GenerationOutput) -> dict[str, Any]:
 
 def pages_back(llm: LLM) -> bool:
     """Whether nobody holds a page, once the engine's thread is done with what it has handed out."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 300
     while (there := llm.engine.scheduler.pool.available == llm.kv_pages) is False and time.monotonic() < deadline:
         time.sleep(0.01)
     return there

@@ -154,7 +154,9 @@ def cpu_per_replay(threads: int) -> float:
 @pytest.mark.skipif(_cpu.usable_cores() < 2, reason="one core: there is no team")
 def test_two_processes_do_not_spin_on_each_others_cores() -> None:
     """With default threads a step costs them about what it costs with one thread each, not half as much again."""
-    ratios = [cpu_per_replay(0) / cpu_per_replay(1) for _ in range(3)]
+    ratios: list[float] = []
+    while len(ratios) < 5 and not any(ratio < 1.25 for ratio in ratios):
+        ratios.append(cpu_per_replay(0) / cpu_per_replay(1))
     assert min(ratios) < 1.25, ratios  # the least, as other load on the machine only adds; spinning gave 1.4 to 2.4
 
 

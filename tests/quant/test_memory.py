@@ -27,14 +27,24 @@ def test_300_megabytes(flags, tmp_path):
 
 
 @pytest.mark.skipif(not SCRIPT.exists(), reason="the scripts are not beside the tests")
-def test_the_script_can_fail_and_its_checkpoint_is_gaussian(tmp_path):
+def test_the_script_can_fail_and_its_checkpoint_is_gaussian(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("check_convert_memory", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    hold = "import time; held = bytearray(b'x') * (64 << 20); time.sleep(0.3)"
-    peaks, seconds = module.run_measured([sys.executable, "-c", hold])
+    memory_of, seen = module.memory_of, tmp_path / "seen"
+
+    def sampled(process: int) -> dict[str, int]:
+        memory = memory_of(process)
+        if memory.get("RssAnon", 0) > 64 << 20:
+            seen.touch()
+        return memory
+
+    monkeypatch.setattr(module, "memory_of", sampled)
+    hold = "import os, sys, time; held = bytearray(b'x') * (64 << 20); time.sleep(0.3)"
+    hold += "\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.01)"
+    peaks, seconds = module.run_measured([sys.executable, "-c", hold, str(seen)])
     assert 64 << 20 < peaks["RssAnon"] < 90 << 20
     assert seconds >= 0.3
     total = module.make_checkpoint(tmp_path, 100_000_000, 2)

@@ -50,7 +50,7 @@ def mutated(rng: random.Random) -> bytes:
 
 def status_of(port: int, data: bytes, half_close: bool) -> int:
     """The status of what is answered to these bytes; 0: the connection was closed without an answer."""
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=300) as connection:
         answer = b""
         try:
             connection.sendall(data)

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +21,9 @@ from nibblelm import LLM, convert
 from nibblelm.server import listen
 from nibblelm.server.app import application
 from nibblelm.server.service import Limits, Service
+
+sys.path.insert(0, str(Path(__file__).parent))
+from waiting import PATIENCE_S
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "stories-7m"
 
@@ -48,7 +50,7 @@ class Server:
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, Any, dict[str, str]]:
         """Status, JSON (or text) and headers of one request on a connection of its own."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         connection.request(method, path, data, {"content-type": "application/json", **(headers or {})})
         response = connection.getresponse()
@@ -68,11 +70,16 @@ class Server:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal; the exit code."""
-        self.process.send_signal(number)
-        code = self.process.wait(60)
-        self._reader.join(10)
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of the processor that it has used."""
+        ticks = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+    def ended(self) -> int:
+        """Its exit code, when it has come to its end and `log` is whole."""
+        code = self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
         return code
 
 
@@ -142,14 +149,17 @@ class Running:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(self._server.serve([self._socket]))
 
-    def ask(self, body: dict[str, Any]) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+    def begin(self, body: dict[str, Any]) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        response = connection.getresponse()
+        return connection.getresponse()
+
+    def ask(self, body: dict[str, Any]) -> tuple[int, str]:
+        response = self.begin(body)
         return response.status, response.read().decode()
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=10)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_S)
 
     def stop(self) -> None:
         self._server.should_exit = True

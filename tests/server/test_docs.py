@@ -20,7 +20,7 @@ def test_curl_lines(server: Any) -> None:
     assert len(lines) == 10
     for line in lines:
         command = line.replace("http://127.0.0.1:8000", server.url).replace("curl ", "curl -sS --fail-with-body ", 1)
-        ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+        ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=300)
         assert ended.returncode == 0, (line, ended.stdout, ended.stderr)
         if '"stream": true' in line:
             assert ended.stdout.endswith("data: [DONE]\n\n")

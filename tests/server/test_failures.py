@@ -3,8 +3,10 @@
 import http.client
 import json
 import socket
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ import torch
 
 from nibblelm.runner import Runner
 from nibblelm.server import events, listen, service
+
+sys.path.insert(0, str(Path(__file__).parent))
+from waiting import PATIENCE_S, wait_for
 
 
 def test_a_failed_step_is_an_event_of_the_stream(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,44 +59,48 @@ def test_a_request_that_takes_too_long(running: Any) -> None:
     status, text = server.ask(long | {"stream": True})
     assert status == 200
     assert json.loads(text.strip().rpartition("data: ")[2])["error"]["code"] == "timeout"
-    time.sleep(0.1)  # the answer is out a moment before its room is free
-    assert server.service.unfinished == 0
+    assert wait_for(lambda: server.service.unfinished == 0)  # the answer is out a moment before its room is free
 
 
 def test_a_silent_stream_is_kept_alive(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.02)
-    server, prefill = running(), Runner.prefill_together
+    server, prefill, go_on = running(), Runner.prefill_together, threading.Event()
 
-    def slow(self: Runner, *args: Any) -> Any:
-        time.sleep(0.2)
+    def held(self: Runner, *args: Any) -> Any:
+        go_on.wait(PATIENCE_S)
         return prefill(self, *args)
 
-    monkeypatch.setattr(Runner, "prefill_together", slow)
-    text = server.ask({"prompt": "Once", "stream": True, "max_tokens": 2})[1]
-    assert text.count(": keep-alive\n\n") >= 3
-    assert text.index(": keep-alive") < text.index("data: ")
+    monkeypatch.setattr(Runner, "prefill_together", held)
+    response = server.begin({"prompt": "Once", "stream": True, "max_tokens": 2})
+    silence = [response.readline() for _ in range(6)]
+    go_on.set()
+    assert silence == [b": keep-alive\n", b"\n"] * 3
+    text = response.read().decode()
+    assert text.count("data: ") == 3
     assert text.endswith("data: [DONE]\n\n")
 
 
 def test_health_is_red_when_nothing_steps(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "STALLED_S", 0.1)
-    server, go_on = running(), threading.Event()
+    server, is_stuck, go_on = running(), threading.Event(), threading.Event()
     assert server.service.health() == (200, "ok")
     prefill = Runner.prefill_together
 
     def stuck(self: Runner, *args: Any) -> Any:
-        go_on.wait(20)
+        is_stuck.set()
+        go_on.wait(PATIENCE_S)
         return prefill(self, *args)
 
     monkeypatch.setattr(Runner, "prefill_together", stuck)
     asking = threading.Thread(target=server.ask, args=[{"prompt": "Once", "max_tokens": 2}])
     asking.start()
-    time.sleep(0.5)
-    status, word = server.service.health()
+    assert is_stuck.wait(PATIENCE_S)
+    assert wait_for(lambda: server.service.health()[0] == 503)
+    word = server.service.health()[1]
     go_on.set()
     asking.join()
-    assert (status, "no step has come to an end" in word) == (503, True)
-    assert server.service.health() == (200, "ok")
+    assert "no step has come to an end" in word
+    assert wait_for(lambda: server.service.health() == (200, "ok"))  # the thread may not be idle yet
 
 
 def closes(connection: socket.socket) -> bool:
@@ -107,24 +116,26 @@ def closes(connection: socket.socket) -> bool:
 
 
 def test_clients_that_never_come_to_the_point(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listen, "HEAD_S", 0.3)
+    """One limit is short at a time, and what it holds for is sent as soon as there is a connection."""
     monkeypatch.setattr(service, "BODY_S", 0.3)
     server = running()
-    silent, slow, headless, bodiless = (server.connect() for _ in range(4))
-    slow.sendall(b"POST /v1/comp")
-    headless.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+    bodiless = server.connect()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
     bodiless.sendall(head + b'{"prompt"')
     assert b" 408 " in bodiless.recv(4096)
-    assert all(closes(connection) for connection in (silent, slow, headless, bodiless))
+    assert closes(bodiless)
     endless = server.connect()
     endless.sendall(b"GET / HTTP/1.1\r\nx: ")
     with pytest.raises(ConnectionError):
         endless.sendall(b"a" * (8 << 20))
-    again = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
-    for _ in range(3):  # on one connection, which is kept for longer than a head may take
+    monkeypatch.setattr(listen, "HEAD_S", 2.0)
+    silent, slow, headless = (server.connect() for _ in range(3))
+    slow.sendall(b"POST /v1/comp")
+    headless.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+    again = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
+    for _ in range(2):  # on one connection, which is kept for longer than a head may take
         again.request("GET", "/health")
         assert again.getresponse().read() == b'{"status": "ok"}'
-        time.sleep(0.2)
+        time.sleep(listen.HEAD_S + 0.1)
     again.sock.sendall(b"GET /he")
-    assert closes(again.sock)
+    assert all(closes(connection) for connection in (silent, slow, headless, again.sock))

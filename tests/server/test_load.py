@@ -7,7 +7,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from nibblelm import LLM, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bad_requests import bad_request, status_of
+from waiting import PATIENCE_S, wait_for
 
 REQUESTS, KINDS, CONCURRENCY = 200, 40, 64
 BAD = 500
@@ -88,6 +88,12 @@ async def asked(
     return text, scores
 
 
+def idle(server: Any) -> bool:
+    """Nothing is computed, and every page has come back."""
+    seen = server.metrics()
+    return seen["num_requests_running"] == seen["num_requests_waiting"] == seen["kv_cache_usage_perc"] == 0
+
+
 @pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
 def test_every_answer_is_what_it_is_alone(drafts: bool, serving: Any, folder: Path, llm: LLM) -> None:
     """With prompts' pages shared, and too few pages for all that run; with drafts, for which they are few at a time."""
@@ -109,10 +115,10 @@ def test_every_answer_is_what_it_is_alone(drafts: bool, serving: Any, folder: Pa
 
     for kind, got in zip(order, asyncio.run(everything()), strict=True):
         assert got == want[kind], requests[kind]
+    assert wait_for(lambda: idle(server))  # the last piece is out a moment before its pages are back
     seen = server.metrics()
     assert seen["num_preemptions_total"] > 0
     assert seen["prefix_cache_hits_total"] > 1000
-    assert seen["kv_cache_usage_perc"] == seen["num_requests_running"] == 0
     assert (seen["spec_decode_num_drafts_total"] > 0) == drafts
     drafted, accepted = (seen[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
     assert drafted > accepted > 0 or not drafts
@@ -129,25 +135,17 @@ def test_requests_that_make_no_sense(serving: Any, folder: Path) -> None:
             return list(pool.map(lambda request: status_of(server.port, *request), requests))
 
     send(bad)  # what is made once is made
-    before = server.memory
-    begun = time.monotonic()
+    before, begun_s = server.memory, server.cpu_s
     statuses = send(bad)
-    assert time.monotonic() - begun < 60
+    assert server.cpu_s - begun_s < 60
     odd = [status for status in statuses if status != 0 and not 400 <= status < 500]
     assert set(odd) <= {200}  # a changed byte may leave a request that makes sense
     assert len(odd) < BAD / 20
     assert {0, 400, 404, 415} <= set(statuses)
     assert server.memory < before * 1.05
     assert server.request("POST", "/v1/completions", {"prompt": "Once", "max_tokens": 2})[0] == 200
-    assert wait_for(lambda: server.metrics()["kv_cache_usage_perc"] == 0)
+    assert wait_for(lambda: idle(server))
     assert "Traceback" not in "".join(server.log)
-
-
-def wait_for(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
 
 
 def test_clients_that_leave_at_random(server: Any, llm: LLM) -> None:
@@ -161,7 +159,7 @@ def test_clients_that_leave_at_random(server: Any, llm: LLM) -> None:
         head = (
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         )
-        with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
             connection.sendall((head % len(data)) + data[: rng.choice((len(data), len(data), 10))])
             time.sleep(rng.random() * 0.2)
 
@@ -175,5 +173,4 @@ def test_clients_that_leave_at_random(server: Any, llm: LLM) -> None:
         assert answer[1]["choices"][0]["text"] == want
     for thread in leaving:
         thread.join()
-    assert wait_for(lambda: server.metrics()["kv_cache_usage_perc"] == 0)
-    assert server.metrics()["num_requests_running"] == 0
+    assert wait_for(lambda: idle(server))

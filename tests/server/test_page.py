@@ -3,7 +3,8 @@
 import json
 import re
 import shutil
-import time
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 from nibblelm import LLM, SamplingParams
 from nibblelm.runner import Runner
 
+sys.path.insert(0, str(Path(__file__).parent))
+from waiting import PATIENCE_S, wait_for
+
 STORY = "a dog who lost his ball"
 
 
@@ -23,20 +27,30 @@ def browser() -> Iterator[Browser]:
     if found is None:
         pytest.skip("there is no chromium on the PATH; Debian's package has it: apt-get install chromium")
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        started = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"], timeout=1000 * PATIENCE_S)
+        expect.set_options(timeout=1000 * PATIENCE_S)
         yield started
         started.close()
+        expect.set_options()
+
+
+def visit(browser: Browser, url: str, **options: Any) -> Page:
+    """The page, in a context of its own."""
+    context = browser.new_context(**options)
+    context.set_default_timeout(1000 * PATIENCE_S)
+    page = context.new_page()
+    page.goto(url)
+    return page
 
 
 @pytest.fixture
 def page(browser: Browser, server: Any) -> Iterator[Page]:
-    context = browser.new_context(viewport={"width": 900, "height": 700})
-    page = context.new_page()
+    page = visit(browser, "about:blank", viewport={"width": 900, "height": 700})
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(server.url)
     yield page
-    context.close()
+    page.context.close()
     assert problems == []
 
 
@@ -53,7 +67,7 @@ def setting(page: Page, name: str, value: str) -> None:
 
 def answered(page: Page, count: int) -> None:
     """Wait for so many answers to be finished."""
-    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=30_000)
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
     expect(page.locator("article.assistant .figures")).to_have_count(count)
 
 
@@ -77,19 +91,26 @@ def test_a_conversation_that_survives_a_reload(page: Page, llm: LLM, server: Any
     assert page.get_by_label("Temperature").input_value() == "0"
     page.keyboard.press("Escape")
     page.get_by_role("button", name="New chat").click()
-    assert page.locator("article").count() == 0
+    expect(page.locator("article")).to_have_count(0)
 
 
 @pytest.mark.parametrize("way", ["button", "key"])
 def test_stop(way: str, page: Page, running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode = Runner.decode
+    decode, allowed = Runner.decode, threading.Semaphore(10)  # steps: enough for some words, too few for an answer
 
-    def slow(self: Runner, *args: Any) -> Any:
-        time.sleep(0.02)
+    def held(self: Runner, *args: Any) -> Any:
+        allowed.acquire(timeout=PATIENCE_S)
         return decode(self, *args)
 
-    monkeypatch.setattr(Runner, "decode", slow)
+    monkeypatch.setattr(Runner, "decode", held)
     server = running()
+
+    def aborted(times: int) -> None:
+        """The server sees the client go, and the engine is told so before it takes more than a step."""
+        assert wait_for(lambda: server.service.unfinished == 0)
+        allowed.release(20)
+        assert wait_for(lambda: server.service.llm.engine.stats.finished["abort"] == times)
+
     page.goto(f"http://127.0.0.1:{server.port}")
     say(page, STORY)
     expect(page.locator("article.assistant p")).to_be_visible()
@@ -100,13 +121,14 @@ def test_stop(way: str, page: Page, running: Any, monkeypatch: pytest.MonkeyPatc
     answered(page, 1)
     assert page.locator(".error").count() == 0
     text = page.locator("article.assistant").inner_text()
+    aborted(1)
     page.wait_for_timeout(200)
     assert page.locator("article.assistant").inner_text() == text
-    assert server.service.llm.engine.stats.finished["abort"] == 1
     say(page, "a cat")
-    page.wait_for_timeout(300)
+    expect(page.locator("article.assistant").nth(1).locator("p")).to_be_visible()
     page.get_by_role("button", name="New chat").click()
     expect(page.locator("article")).to_have_count(0)
+    aborted(2)
 
 
 def test_a_failing_server(page: Page) -> None:
@@ -153,15 +175,17 @@ def test_hostile_text_is_text(page: Page) -> None:
         assert answer.locator(name).count() == count, name
     assert answer.locator("a").get_attribute("href") == "https://example.org/"
     assert "<script>window.harmed = 1</script>" in answer.locator("pre").inner_text()
-    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=\"window.harmed=1\">')")
-    page.wait_for_timeout(100)
+    page.evaluate(
+        """new Promise((done) => {
+             document.body.insertAdjacentHTML('beforeend', '<img src=x onerror="window.harmed=1">')
+             document.body.lastElementChild.addEventListener('error', () => done())
+           })"""
+    )
     assert page.evaluate("window.harmed") is None  # the policy of the page holds even for what gets in
 
 
 def test_phone_dark_and_keyboard(browser: Browser, server: Any, tmp_path: Path) -> None:
-    context = browser.new_context(viewport={"width": 360, "height": 640}, color_scheme="dark", has_touch=True)
-    page = context.new_page()
-    page.goto(server.url)
+    page = visit(browser, server.url, viewport={"width": 360, "height": 640}, color_scheme="dark", has_touch=True)
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 25, 29)"
     say(page, "x" * 300)
     answered(page, 1)
@@ -181,18 +205,16 @@ def test_phone_dark_and_keyboard(browser: Browser, server: Any, tmp_path: Path) 
     page.keyboard.type("two")
     assert page.get_by_label("Message").input_value() == "one\ntwo"
     page.screenshot(path=tmp_path / "phone.png")
-    context.close()
+    page.context.close()
 
 
 def test_a_key_is_asked_for(browser: Browser, serving: Any, folder: Path) -> None:
     locked = serving(folder, "--api-key", "secret", "--served-model-name", "demo")
-    context = browser.new_context()
-    page = context.new_page()
-    page.goto(locked.url)
+    page = visit(browser, locked.url)
     expect(page.get_by_role("heading")).to_contain_text("a key is needed")
     setting(page, "API key", "secret")
     expect(page.get_by_role("heading")).to_have_text("demo")
     setting(page, "Most tokens", "5")
     say(page, STORY)
     answered(page, 1)
-    context.close()
+    page.context.close()

@@ -2,15 +2,12 @@
 
 import http.client
 import json
-import os
 import resource
 import signal
 import socket
 import subprocess
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +17,18 @@ from nibblelm import LLM
 from nibblelm.cli import main
 from nibblelm.server import listen
 
+sys.path.insert(0, str(Path(__file__).parent))
+from waiting import PATIENCE_S, wait_for
+
 COMMAND = [sys.executable, "-m", "nibblelm", "serve"]
 LONG = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True}
-
-
-def wait(condition: Callable[[], bool], seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
+ENDLESS = LONG | {"stream": True, "n": 24, "logprobs": 5}
+"""6 MB, more than Linux lets the sockets on the way hold: it does not end before it is read."""
 
 
 def opened(server: Any, path: str, body: Any) -> http.client.HTTPResponse:
     """A response that has begun and is not read."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
     response = connection.getresponse()
     assert response.status == 200
@@ -57,15 +50,20 @@ def idle(server: Any) -> bool:
 
 
 def test_ready_within_a_second_of_importing_torch(serving: Any, folder: Path) -> None:
-    """In time of the processor: others may use the machine too. One thread does it all, but for the copy of weights."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", "import torch"], check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    torch_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    server = serving(folder)
-    assert server.request("GET", "/health")[:2] == (200, {"status": "ok"})
-    ticks = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    assert sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") - torch_s < 1.0
+    """In time of the processor, the least of three: others may use the machine too, and its caches.
+
+    One thread does it all, but for the copy of weights.
+    """
+
+    def beside_torch_s() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        server = serving(folder)
+        assert server.request("GET", "/health")[:2] == (200, {"status": "ok"})
+        return server.cpu_s - (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+    assert any(beside_torch_s() < 1.0 for _ in range(3))
 
 
 def test_paths_methods_and_bodies(server: Any) -> None:
@@ -117,15 +115,15 @@ def test_keys_and_origins(serving: Any, folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_queue_says_when_to_come_back(serving: Any, folder: Path) -> None:
-    server = serving(folder, "--max-sequences", "1", "--max-queue", "2")
-    held = [opened(server, "/v1/completions", LONG | {"stream": True}) for _ in range(3)]
+    server = serving(folder, "--max-sequences", "1", "--max-queue", "47")
+    held = [opened(server, "/v1/completions", ENDLESS) for _ in range(2)]
     status, body, headers = server.request("POST", "/v1/completions", {"prompt": "a"})
     assert (status, body["error"]["code"], headers["retry-after"]) == (429, "queue_full", "1")
-    assert server.request("POST", "/v1/completions", {"prompt": "a", "n": 4})[0] == 400
+    assert server.request("POST", "/v1/completions", {"prompt": "a", "n": 49})[0] == 400
     assert server.request("GET", "/health")[0] == 200
     for response in held:
         left(response)
-    assert wait(lambda: server.request("POST", "/v1/completions", {"prompt": "a"})[0] == 200)
+    assert wait_for(lambda: server.request("POST", "/v1/completions", {"prompt": "a"})[0] == 200)
     assert server.metrics()["admission_rejections_total"] >= 1
 
 
@@ -138,19 +136,19 @@ def test_a_client_that_leaves_is_not_computed_for(server: Any) -> None:
     whole = []
     for _ in range(10):
         connection = socket.create_connection(("127.0.0.1", server.port))
-        body = json.dumps(LONG | {"n": 3})
+        body = json.dumps(LONG | {"n": 10})
         head = (
             f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         )
         connection.sendall(f"{head}\r\n\r\n{body}".encode())
         whole.append(connection)
-    assert wait(lambda: server.metrics()["num_requests_running"] > 30)
+    assert wait_for(lambda: server.metrics()["num_requests_running"] > 30)
     for response in streams:
         left(response)
     for connection in whole:
         connection.close()
-    assert wait(lambda: idle(server))
-    assert server.metrics()["generation_tokens_total"] - before < 50 * 500 * 0.9
+    assert wait_for(lambda: idle(server))
+    assert server.metrics()["generation_tokens_total"] - before < 120 * 500 * 0.9
     assert server.metrics()['request_success_total{finished_reason="abort"}'] >= 30
 
 
@@ -171,22 +169,22 @@ def test_metrics_count_what_was_asked_for(server: Any) -> None:
 
 
 def test_sigterm_lets_what_runs_come_to_its_end(serving: Any, folder: Path) -> None:
-    server = serving(folder, "--drain", "60")
-    stream = opened(server, "/v1/completions", LONG | {"stream": True})
+    server = serving(folder, "--drain", "600")
+    stream = opened(server, "/v1/completions", ENDLESS)
     server.process.send_signal(signal.SIGTERM)
-    assert wait(lambda: server.request("GET", "/health")[:2] == (503, {"status": "draining"}))
+    assert wait_for(lambda: server.request("GET", "/health")[:2] == (503, {"status": "draining"}))
     status, body, headers = server.request("POST", "/v1/completions", {"prompt": "a"})
     assert (status, headers["retry-after"], body["error"]["type"]) == (503, "1", "server_error")
     text = stream.read().decode()
     assert text.endswith("data: [DONE]\n\n")
-    assert text.count("data: ") > 100
-    assert server.process.wait(30) == 0
-    assert "1 outputs have 60 s to end" in "".join(server.log)
+    assert text.count("data: ") > 24 * 100
+    assert server.ended() == 0
+    assert "24 outputs have 600 s to end" in "".join(server.log)
 
 
 @pytest.mark.parametrize(
     ("options", "signals", "code"),
-    [((), [signal.SIGTERM, signal.SIGTERM], 0), (("--drain", "0"), [signal.SIGINT], 130)],
+    [(("--drain", "600"), [signal.SIGTERM, signal.SIGTERM], 0), (("--drain", "0"), [signal.SIGINT], 130)],
     ids=["twice", "interrupt"],
 )
 def test_what_does_not_end_in_time_is_told(
@@ -194,24 +192,25 @@ def test_what_does_not_end_in_time_is_told(
 ) -> None:
     server = serving(folder, *options)
     stream = opened(server, "/v1/completions", LONG | {"stream": True, "n": 40})
-    for number in signals:
+    for place, number in enumerate(signals):
+        assert place == 0 or wait_for(lambda: "stopping;" in "".join(server.log))  # else two may count as one
         server.process.send_signal(number)
-        time.sleep(0.1)
     text = stream.read().decode()
-    assert server.process.wait(30) == code
+    assert server.ended() == code
     last = json.loads(text.strip().rpartition("data: ")[2])
     assert last["error"]["code"] == "engine_ended"
 
 
 def test_killed_and_started_again(serving: Any, folder: Path) -> None:
     server = serving(folder)
-    assert server.stop(signal.SIGKILL) == -signal.SIGKILL
+    server.process.kill()
+    assert server.ended() == -signal.SIGKILL
     port = str(server.port)
     again = subprocess.Popen([*COMMAND, str(folder), "--port", port], stderr=subprocess.PIPE, text=True)
     try:
-        assert wait(lambda: server.request("GET", "/health")[0] == 200 if listens(server.port) else False)
+        assert wait_for(lambda: server.request("GET", "/health")[0] == 200 if listens(server.port) else False)
         taken = subprocess.run(
-            [*COMMAND, str(folder), "--port", port], capture_output=True, text=True, check=False, timeout=60
+            [*COMMAND, str(folder), "--port", port], capture_output=True, text=True, check=False, timeout=PATIENCE_S
         )
         assert taken.returncode == 1
         assert "cannot listen on 127.0.0.1" in taken.stderr
