@@ -5,7 +5,9 @@ import os
 import subprocess
 import time
 import zlib
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +35,23 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test draws the same numbers alone as in any worker, whatever ran before it."""
     torch.manual_seed(zlib.crc32(item.nodeid.encode()) + item.config.getoption("--seed"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, Any, Any]:
+    """So does a fixture that several tests share, whichever comes first, and it takes no numbers from that one."""
+    if fixturedef.scope == "function":
+        return (yield)
+    seed, state = torch.initial_seed(), torch.get_rng_state()
+    name = f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param', '')}]"
+    torch.manual_seed(zlib.crc32(name.encode()) + request.config.getoption("--seed"))
+    try:
+        return (yield)
+    finally:
+        torch.manual_seed(seed)  # CUDA's too
+        torch.set_rng_state(state)
 
 
 @pytest.fixture(scope="session")
