@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -97,7 +97,7 @@ class Engine:
         """Of the event loop that runs here."""
         loop = asyncio.get_running_loop()
         with self._lock:
-            there = [waker for waker in self._core.wakers if waker.loop() is not None]
+            there = [waker for waker in self._core.wakers if waker.lives()]
             own = next((waker for waker in there if waker.loop() is loop), None)
             if own is None:
                 own = Waker(loop)
@@ -168,6 +168,8 @@ class Handle:
 
     def tell(self, reader: Reader | None) -> None:
         """Who is told of what comes from now on. Raises RequestError where another is already."""
+        if self._ended:
+            return
         if reader is not None and self._channel.reader is not None:
             raise RequestError("the request is read in an event loop already; read it in one place")
         self._channel.reader = reader
@@ -175,8 +177,11 @@ class Handle:
     def waiting(self, pieces: list[Any]) -> bool:
         """Add what can be taken without waiting. Whether more may come. Raises what `tokens` would."""
         items = self._channel.items
-        while not self._ended and not items.empty():
-            item = self._taken(items.get())
+        while not self._ended:
+            try:
+                item = self._taken(items.get_nowait())
+            except Empty:
+                break
             if item is not _ABORTED:
                 pieces.append(item)
         return not self._ended
@@ -191,8 +196,12 @@ class Handle:
         if last:
             if item is not _ABORTED:
                 self._last = item
+            reader = channel.reader
             channel.items.put((_ABORTED, True))  # for others that wait
             self._end()
+            if reader is not None:  # that of an event loop, where it was a thread that took this
+                reader.tell()
+                reader.waker.wake()
         if channel.held and channel.backlog <= BACKLOG // 2:
             self._core.inbox.put((self._core.resume, (self._sequence, channel)))
         if isinstance(item, Exception):

@@ -28,8 +28,14 @@ class Reader:
         self.failure: Exception | None = None
         self._open, self._told = dict(enumerate(handles)), False
         self.waker = handles[0].waker()
-        for handle in handles:
-            handle.tell(self)
+        self.waker.readers.add(self)
+        for i, handle in enumerate(handles):
+            try:
+                handle.tell(self)
+            except BaseException:
+                for told in handles[:i]:
+                    told.tell(None)
+                raise
 
     @property
     def ended(self) -> bool:
@@ -53,9 +59,9 @@ class Reader:
 
     def leave(self) -> None:
         """Let go of the handles, which aborts those that nobody else has."""
-        for handle in self._open.values():
+        open_handles, self._open = self._open, {}
+        for handle in open_handles.values():
             handle.tell(None)
-        self._open.clear()
 
     def tell(self) -> None:
         """From any thread: there is news, for when the waker wakes the loop."""
@@ -89,23 +95,30 @@ class Waker:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = weakref.ref(loop)
+        self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         self.due: deque[Reader] = deque()
         self._called = False
 
+    def lives(self) -> bool:
+        """Whether the loop is there and not closed; where it is not, nobody waits, and its readers are let go of."""
+        loop = self.loop()
+        if loop is not None and not loop.is_closed():  # else perhaps with a call in it that was never made
+            return True
+        for reader in list(self.readers):
+            reader.leave()
+        self.due.clear()
+        return False
+
     def wake(self) -> None:
         """From any thread."""
-        if not self.due:
+        if not self.due or not self.lives() or self._called:
             return
-        loop = self.loop()
+        loop, self._called = self.loop(), True
         try:
-            if loop is None or loop.is_closed():  # perhaps with a call in it that was never made
-                raise RuntimeError
-            if not self._called:
-                self._called = True
+            if loop is not None:
                 loop.call_soon_threadsafe(self._tell_all)
-        except RuntimeError:  # nobody waits
-            while self.due:
-                self.due.popleft().leave()
+        except RuntimeError:  # closed meanwhile
+            self.lives()
 
     def _tell_all(self) -> None:
         self._called = False  # before looking: what comes from now on calls again

@@ -79,8 +79,10 @@ class SamplingParams:
         _number(self, "min_tokens", int, "0 (off) or more", lambda v: v >= 0)
         _number(self, "logprobs", int, "0 or more", lambda v: v >= 0)
         _number(self, "prompt_logprobs", int, "0 or more", lambda v: v >= 0)
+        if self.min_tokens is None:
+            object.__setattr__(self, "min_tokens", 0)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        stop_ids = self.stop_token_ids or ()
+        stop_ids = () if self.stop_token_ids is None else self.stop_token_ids
         _require(
             isinstance(stop, Sequence) and all(isinstance(text, str) and text for text in stop),
             "stop", self.stop, "a string or a list of strings, none of them empty",
@@ -148,7 +150,7 @@ def _number(params: SamplingParams, name: str, kind: type, supported: str, in_ra
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < 2**31
 
 
 def _is_bias(value: object) -> bool:

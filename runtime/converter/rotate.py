@@ -59,7 +59,8 @@ def rotated(read: Read, raw: Mapping[str, Any], config: DecoderConfig, seed: int
             return stream(weight)
         module, _, kind = name.rpartition(".")
         if module in found.values:
-            weight[found.values[module]] = in_heads(weight[found.values[module]])
+            rows = found.values[module]
+            weight = weight.index_copy(0, rows, in_heads(weight[rows]))  # a source in fp64 is as it is in the file
         if kind == "weight" and module in found.mixers:
             weight = in_heads(weight.T).T
         if kind == "weight" and module in found.readers:

@@ -59,21 +59,25 @@ class EventStream:
         self._unfinished = len(handles)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection: Connection = scope["state"][CONNECTION]
+        last, started = _DONE, False
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
-            last = _DONE
             try:
                 async with self._service.limited(), until_gone(receive, self._handles):
-                    await self._written(scope["state"][CONNECTION], send)
+                    await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
+                    started = True
+                    await self._written(connection, send)
                 if not self._unfinished:
                     last = "".join(self._events([])).encode() + _DONE
             except ApiError as error:
+                if not started or not connection.in_time:
+                    return  # which closes the connection: what it is sent, the client does not read
                 last = event(json.dumps(error.body)).encode()
-            await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             for handle in self._handles:
                 handle.abort()
             self._room.close()
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _written(self, connection: Connection, send: Send) -> None:
         """All events but the last are sent. Raises what the engine or the events did."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from nibblelm import LLM, SamplingParams, StreamPiece
-from nibblelm.engine_core import BACKLOG, Engine
+from nibblelm.engine_core import BACKLOG, Engine, Handle
 from nibblelm.errors import EngineError, RequestError
 from nibblelm.pages import PAGE
 from nibblelm.readers import collect
@@ -415,6 +415,56 @@ def test_two_event_loops_tasks_on_one_request(llm: LLM) -> None:
     assert isinstance(second, RequestError)
     assert "already" in str(second)
     assert first == llm.generate(PROMPTS[0], GREEDY).token_ids
+
+
+def test_a_request_that_was_read_is_over(llm: LLM) -> None:
+    handle = llm.submit(PROMPTS[0], GREEDY, min_tokens=None)
+
+    async def read() -> int:
+        return len([piece async for piece in handle])
+
+    assert [asyncio.run(read()) for _ in range(3)] == [GREEDY.max_tokens, 0, 0]
+
+
+def test_a_thread_and_an_event_loop_that_read_one_request_both_end(llm: LLM) -> None:
+    """Whoever takes the last piece, the other is told."""
+    for _ in range(200):
+        handle = llm.submit("a", temperature=0, max_tokens=2, ignore_eos=True)
+        thread = threading.Thread(target=lambda handle=handle: list(handle.tokens()))
+
+        async def read(handle: Handle = handle, thread: threading.Thread = thread) -> None:
+            thread.start()
+            async with asyncio.timeout(60):
+                async for _ in handle:
+                    pass
+
+        asyncio.run(read())
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_requests_of_a_loop_that_is_gone_are_let_go(llm: LLM) -> None:
+    """Closed in the middle of a stream, and collected, while the sequence sits out: nobody else would read it."""
+
+    async def one_piece() -> None:
+        async for _ in llm.submit(PROMPTS[0], temperature=0, max_tokens=200, ignore_eos=True):
+            await asyncio.sleep(3600)
+
+    async def all_pieces() -> None:
+        async for _ in llm.submit(PROMPTS[1], GREEDY):
+            pass
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(one_piece())
+    loop.run_until_complete(asyncio.wait([task], timeout=0.05))
+    assert eventually(lambda: any(s.parked for s in scheduler_of(llm).running))
+    loop.close()
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    del loop, task
+    gc.collect()
+    asyncio.run(all_pieces())
+    gc.collect()
+    assert eventually(lambda: not scheduler_of(llm).has_work and not scheduler_of(llm).running)
 
 
 FORKED = """

@@ -375,6 +375,8 @@ def test_resolution_order() -> None:
         ({"stop": 3}, "stop is 3"),
         ({"stop_token_ids": [1.0]}, "stop_token_ids is"),
         ({"stop_token_ids": 7}, "stop_token_ids is 7"),
+        ({"stop_token_ids": np.array([1, 2])}, "stop_token_ids is array"),
+        ({"logit_bias": {2**70: 1.0}}, "logit_bias is"),
         ({"ignore_eos": 1}, "ignore_eos is 1"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias is"),
         ({"logit_bias": {5: math.inf}}, "logit_bias is"),

@@ -1,12 +1,16 @@
 """A rotated model is the source's function: exactly for fp32 folders, and by name refused where it cannot be."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from nibblelm import convert
+from nibblelm.converter.rotate import rotated
 from nibblelm.errors import ConvertError
+from nibblelm.models import family
 from nibblelm.quant.rotation import Rotation
 
 # Sizes that are not powers of two, grouped queries, biases, norms on heads, tied tables.
@@ -90,3 +94,14 @@ def test_what_cannot_be_rotated_is_refused(save, tmp_path):
     model.save_pretrained(neox)
     with pytest.raises(ConvertError, match=r"gpt_neox\.layers\.1\.input_layernorm\.weight has a gain of 0"):
         convert(neox, tmp_path / "out", rotate=True)
+
+
+def test_a_source_in_fp64_stays_as_it_is(save):
+    """Its tensors may be views of the file, and be read twice."""
+    model = AutoModelForCausalLM.from_pretrained(save("llama"), dtype=torch.float64)
+    state, raw = dict(model.state_dict()), json.loads((save("llama") / "config.json").read_text())
+    before = {name: value.clone() for name, value in state.items()}
+    read = rotated(state.__getitem__, raw, family(raw).read_config(raw), 0)
+    for name, value in state.items():
+        assert torch.equal(read(name), read(name))
+        assert torch.equal(value, before[name])

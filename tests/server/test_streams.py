@@ -3,13 +3,18 @@
 import json
 import random
 import socket
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nibblelm.server import listen
 from nibblelm.server.answers import Chunks
+
+sys.path.insert(0, str(Path(__file__).parent))
+from waiting import wait_for
 
 LONG = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True, "max_tokens": 400}
 
@@ -49,6 +54,20 @@ def test_a_client_that_does_not_read_is_waited_for(running: Any) -> None:
     parts = got.partition(b"\r\n\r\n")[2].split(b"\r\n")  # sizes, and chunks between them
     assert [int(size, 16) for size in parts[:-3:2]] == [*map(len, parts[1:-3:2])]
     assert "".join(texts(b"".join(parts[1::2]).decode())) == whole
+
+
+def test_a_client_that_never_reads_does_not_keep_its_places(running: Any) -> None:
+    server = running(timeout_s=2)
+    server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", server.port))
+        body = json.dumps(LONG | {"stream": True, "n": 20, "logprobs": 5}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        assert wait_for(lambda: server.service.unfinished == 20)
+        assert wait_for(lambda: server.service.unfinished == 0), "its time is over, though it was not told"
+        assert wait_for(lambda: not server.service.llm.engine.scheduler.has_work)
 
 
 def test_who_waits_now_and_then_gets_the_same(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
