@@ -185,7 +185,7 @@ def test_ids_are_those_of_one_request_at_a_time(
     share = len(CUDA_KINDS if llm.device.type == "cuda" else KINDS)
     right: list[int] = []
 
-    @settings(max_examples=-(-request.config.getoption("--schedules") // share), deadline=None)
+    @settings(max_examples=-(-request.config.getoption("--schedules") // share))
     @given(schedules())
     def check(schedule: dict[str, Any]) -> None:
         right.append(run(llm, schedule, alone, monkeypatch))

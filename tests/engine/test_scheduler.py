@@ -125,7 +125,7 @@ def workloads(draw: st.DrawFn) -> tuple[int, int, tuple[int, int], int, list[tup
 
 
 def test_every_schedule_computes_what_each_request_gets_alone(request: pytest.FixtureRequest) -> None:
-    @settings(deadline=None, max_examples=3 * request.config.getoption("--schedules"))
+    @settings(max_examples=3 * request.config.getoption("--schedules"))
     @given(workloads(), st.integers(0, 2**32), st.booleans(), st.booleans())
     def check(workload, seed: int, ahead: bool, drafts: bool) -> None:
         compute(workload, random.Random(seed), ahead, drafts)
