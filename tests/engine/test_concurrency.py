@@ -206,7 +206,7 @@ def test_too_many_requests_are_refused_one_by_one(llm: LLM) -> None:
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """No garbage collection: Python passes over an interrupt that comes in a callback of one, and hypothesis has one."""
+    """No garbage collection: Python passes over an interrupt in a callback of one, and hypothesis has such."""
     gc.disable()
     yield
     gc.enable()
