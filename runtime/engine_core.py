@@ -143,10 +143,6 @@ class Handle:
         """Stop computing: slot and pages are free after the step that runs. Who reads comes to the end."""
         if not self._ended:
             self._core.inbox.put((self._core.abort, (self._sequence, self._channel)))
-            self._channel.items.put((_ABORTED, True))
-            if (reader := self._channel.reader) is not None:
-                reader.tell()
-                reader.waker.wake()
             self._end()
 
     def result(self) -> Any:
@@ -187,7 +183,14 @@ class Handle:
         return not self._ended
 
     def _end(self) -> None:
-        self._ended, self._channel.reader = True, None  # which holds this handle
+        """For all that read: a thread may have ended it under an event loop's reader, or the other way round."""
+        channel = self._channel
+        channel.items.put((_ABORTED, True))
+        self._ended = True
+        reader, channel.reader = channel.reader, None  # which holds this handle
+        if reader is not None:
+            reader.tell()
+            reader.waker.wake()
 
     def _taken(self, entry: tuple[Any, bool]) -> Any:
         item, last = entry
@@ -196,12 +199,7 @@ class Handle:
         if last:
             if item is not _ABORTED:
                 self._last = item
-            reader = channel.reader
-            channel.items.put((_ABORTED, True))  # for others that wait
             self._end()
-            if reader is not None:  # that of an event loop, where it was a thread that took this
-                reader.tell()
-                reader.waker.wake()
         if channel.held and channel.backlog <= BACKLOG // 2:
             self._core.inbox.put((self._core.resume, (self._sequence, channel)))
         if isinstance(item, Exception):

@@ -4,7 +4,7 @@ import argparse
 import json
 import math
 
-from nibblelm.cli.options import number, positive
+from nibblelm.cli.options import needing_extra, number, positive
 
 _RATE = number(float, "above 0", lambda value: value > 0)
 HELP = "measure a server with OpenAI's API, this or any other, under load"
@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import asyncio
 
-    from nibblelm.server.bench import Load, measured, summary
+    with needing_extra("serve"):
+        from nibblelm.server.bench import Load, measured, summary
 
     load = Load(
         requests=args.requests,

@@ -4,7 +4,8 @@ import argparse
 import gc
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -124,6 +125,20 @@ def load_model(args: argparse.Namespace, max_sequences: int | None = 1) -> "LLM"
     llm = LLM(args.model, args.device, args.dtype, args.threads, args.ctx_size, **options)
     keep_loaded()
     return llm
+
+
+@contextmanager
+def needing_extra(name: str) -> Iterator[None]:
+    """Around imports of what an extra of the package installs. Raises RequestError where that is not there."""
+    from nibblelm.errors import RequestError
+
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("nibblelm"):
+            raise
+        text = f"this needs {error.name}; install it with pip install 'nibblelm[{name}]'"
+        raise RequestError(text) from error
 
 
 def keep_loaded() -> None:

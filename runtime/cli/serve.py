@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nibblelm.cli.options import add_load_arguments, load_model, number, positive, print_load
+from nibblelm.cli.options import add_load_arguments, load_model, needing_extra, number, positive, print_load
 
 HELP = "serve a model over HTTP, as OpenAI's API has it"
 
@@ -43,15 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from nibblelm.engine import MAX_SEQUENCES
     from nibblelm.engine_core import MOST_REQUESTS
-    from nibblelm.errors import RequestError
 
-    try:
+    with needing_extra("serve"):
         from nibblelm.server.listen import Options, bound, serve
         from nibblelm.server.service import Limits
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("nibblelm"):
-            raise
-        raise RequestError(f"serve needs {error.name}; install it with pip install 'nibblelm[serve]'") from error
     keys = [*args.api_key, *_keys(args.api_key_file)]
     limits = Limits(args.max_queue, args.timeout)
     limits.check(args.max_sequences or min(MAX_SEQUENCES.values()), MOST_REQUESTS)

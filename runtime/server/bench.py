@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+import httptools
+
 from nibblelm.errors import RequestError
 
 WORDS = (
@@ -69,7 +71,7 @@ Arrival = tuple[float, dict[str, Any]]
 
 async def measured(url: str, model: str | None, key: str | None, load: Load) -> tuple[list[Result], float]:
     """Every request's result, and the seconds from the first arrival to the last end."""
-    asked = model if model is not None else (await _Target(url, key).get_json("/v1/models"))["data"][0]["id"]
+    asked = model if model is not None else await _Target(url, key).first_model()
     return await answered(url, key, arrivals(load, asked), load.concurrency)
 
 
@@ -154,13 +156,13 @@ async def _request(target: "_Target", body: dict[str, Any], arrival: float) -> R
             if usage := event.get("usage"):
                 result.prompt_tokens, result.tokens = usage["prompt_tokens"], usage["completion_tokens"]
         result.end_s = time.perf_counter() - arrival
-    except (OSError, EOFError, ValueError, KeyError, RequestError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RequestError) as error:  # whatever it sends
         result.error = f"{type(error).__name__}: {error}"[:200]
     return result
 
 
 class _Target:
-    """HTTP/1.1 as far as it is needed here: a connection for each request, bodies in chunks or to the end."""
+    """A server; a connection for each request."""
 
     def __init__(self, url: str, key: str | None) -> None:
         try:
@@ -173,10 +175,17 @@ class _Target:
         self._tls = parts.scheme == "https"
         self._port = port or (443 if self._tls else 80)
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
-        self._key = "" if key is None else f"authorization: Bearer {key}\r\n"
+        self._fields = f"host: {parts.netloc.rpartition('@')[2]}\r\nconnection: close\r\n"
+        self._fields += "" if key is None else f"authorization: Bearer {key}\r\n"
 
-    async def get_json(self, path: str) -> Any:
-        return json.loads(b"".join([line async for line in self._lines("GET", path, b"")]))
+    async def first_model(self) -> str:
+        """The first that the server lists."""
+        text = b"\n".join([line async for line in self._lines("GET", "/v1/models", b"")])
+        try:
+            return str(json.loads(text)["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            shown = text[:150].decode(errors="replace")
+            raise RequestError(f"/v1/models lists no model: {shown!r}; name one with --served-model") from error
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
         """The data of each event, to the end; of an answer without a stream its one line."""
@@ -187,40 +196,64 @@ class _Target:
                 yield line
 
     async def _lines(self, method: str, path: str, body: bytes) -> AsyncIterator[bytes]:
-        """Lines of the answer's body. Raises RequestError for a status other than 200."""
+        """Lines of the answer's body. Raises RequestError for another status than 200 and for what is no answer."""
         context = ssl.create_default_context() if self._tls else None
         try:
-            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=context, limit=1 << 22)
+            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=context)
         except (OSError, UnicodeError) as error:
             raise RequestError(f"{self._host}:{self._port} cannot be reached: {error}") from error
         try:
-            head = f"{method} {self._prefix}{path} HTTP/1.1\r\nhost: {self._host}\r\nconnection: close\r\n{self._key}"
-            head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-            writer.write(head.encode() + body)
-            status = int((await reader.readline()).split()[1])
-            chunked = False
-            while (line := await reader.readline()).strip():
-                chunked |= line.lower().startswith(b"transfer-encoding:") and b"chunked" in line.lower()
-            rest = b""
-            async for data in _body(reader, chunked):
-                *lines, rest = (rest + data).split(b"\n")
-                if status == 200:
+            head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._fields}content-type: application/json\r\n"
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            answer, rest = _Answer(), b""
+            while not answer.complete and (data := await reader.read(1 << 16)):
+                rest += answer.body_of(data)
+                if answer.status == 200:
+                    *lines, rest = rest.split(b"\n")
                     for line in lines:
                         yield line.rstrip(b"\r")
-                else:
-                    rest = b"\n".join([*lines, rest])
-            if status != 200:
-                raise RequestError(f"status {status}: {rest[:150].decode(errors='replace')}")
+            if answer.counted and not answer.complete:
+                raise RequestError("the connection ended in the middle of the answer")
+            if answer.status != 200:
+                raise RequestError(f"status {answer.status}: {rest[:150].decode(errors='replace')}")
             yield rest
         finally:
             writer.close()
 
 
-async def _body(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
-    if not chunked:
-        while data := await reader.read(1 << 16):
-            yield data
-        return
-    while size := int((await reader.readline()).split(b";")[0], 16):
-        yield await reader.readexactly(size)
-        await reader.readline()
+class _Answer:
+    """An HTTP answer, as httptools tells of it.
+
+    counted   the body says how long it is; otherwise it ends with the connection
+    complete  it has ended
+    """
+
+    def __init__(self) -> None:
+        self.counted, self.complete, self._body = True, False, b""
+        self._parser = httptools.HttpResponseParser(self)
+
+    @property
+    def status(self) -> int:
+        """0 until there is one."""
+        return self._parser.get_status_code()
+
+    def body_of(self, data: bytes) -> bytes:
+        """What of the body is in the next bytes from the connection."""
+        self._body = b""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise RequestError(f"the answer is not HTTP: {error}") from error
+        return self._body
+
+    def on_message_begin(self) -> None:
+        self.counted = self.complete = False
+
+    def on_header(self, name: bytes, _: bytes) -> None:
+        self.counted |= name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_body(self, data: bytes) -> None:
+        self._body += data
+
+    def on_message_complete(self) -> None:
+        self.complete = self.status >= 200  # others come before the answer

@@ -2,7 +2,13 @@
 
 import json
 import random
+import socketserver
 import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -51,6 +57,67 @@ def test_errors_are_counted_and_goals_judged(server: Any, capsys: pytest.Capture
         assert message in capsys.readouterr().err
     assert main(["bench"]) == 1
     assert "say what to measure" in capsys.readouterr().err
+
+
+OK = b"HTTP/1.1 200 OK\r\n"
+MODELS = b'{"data": [{"id": "m"}]}'
+NO_ANSWER: list[tuple[bytes, bytes, str]] = [
+    (b"SSH-2.0-OpenSSH_9.6\r\n", b"", "the answer is not HTTP"),
+    (b"", b"", "the connection ended in the middle"),
+    (OK + b"content-length: 9\r\n\r\n{", b"", "the connection ended in the middle"),
+    (OK + b"\r\n<html>", b"", "lists no model: '<html>'"),
+    (OK + b'\r\n{"data": []}', b"", "lists no model"),
+    (OK + b"\r\n[1]", b"", "lists no model"),
+    (OK + b"\r\n" + MODELS, OK + b"transfer-encoding: chunked\r\n\r\nzz\r\n", "the answer is not HTTP"),
+    (OK + b"\r\n" + MODELS, OK + b"\r\ndata: [1]\n\n", "AttributeError"),
+    (OK + b"\r\n" + MODELS, OK + b'\r\ndata: {"choices": 1}\n\n', "TypeError"),
+    (OK + b"\r\n" + MODELS, b"HTTP/1.1 503 Busy\r\ncontent-length: 5\r\n\r\na\nbcd", "status 503: a\\nbcd"),
+]
+
+
+@pytest.mark.parametrize(("models", "answer", "message"), NO_ANSWER, ids=range(len(NO_ANSWER)))
+def test_servers_that_answer_oddly(
+    models: bytes, answer: bytes, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(models, answer) as (url, _):
+        assert main(["bench", "serve", "--url", url, "--requests", "3"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_an_answer_in_other_forms(capsys: pytest.CaptureFixture[str]) -> None:
+    """A status before the answer, no length, the host as it was written."""
+    body = b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata: [DONE]\r\n\r\n'
+    with answering(b"HTTP/1.1 103 Early Hints\r\n\r\n" + OK + b"\r\n" + MODELS, OK + b"\r\n" + body) as (url, asked):
+        assert main(["bench", "serve", "--url", url.replace("//", "//me:secret@"), "--requests", "2", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["failed"] == 0
+        assert all(f"host: {url.removeprefix('http://')}\r\n".encode() in head for head in asked)
+        assert asked
+
+
+@pytest.mark.parametrize("command", ["serve x", "bench serve --url http://x"])
+def test_without_the_extra(command: str) -> None:
+    code = "import sys; sys.modules['httptools'] = None; from nibblelm.cli import main; sys.exit(main(sys.argv[1:]))"
+    line = [sys.executable, "-c", code, *command.split()]
+    result = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "needs httptools; install it with pip install 'nibblelm[serve]'" in result.stderr
+
+
+@contextmanager
+def answering(models: bytes, answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
+    """A server that says the same to all that ask for models, and to all others, and closes; and what it was asked."""
+    asked: list[bytes] = []
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            asked.append(b"".join(iter(self.rfile.readline, b"\r\n")))
+            self.rfile.read(int(asked[-1].partition(b"content-length: ")[2].split()[0]))
+            self.wfile.write(models if asked[-1].startswith(b"GET") else answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.server_address[1]}", asked
+        listening.shutdown()
 
 
 def test_lengths_and_percentiles() -> None:
