@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,15 +10,13 @@ from torch import Tensor
 from nibblelm.converter.calibration import Moments, Read, Walk, layer_of
 from nibblelm.converter.plan import Unit
 from nibblelm.converter.source import check_finite
+from nibblelm.converter.wiring import Fold
 from nibblelm.errors import ConvertError
 from nibblelm.ops.reference import dequantize
 from nibblelm.ops.types import QuantizedWeight
 from nibblelm.quant import awq, gptq
 from nibblelm.quant.affine import pack_zero_point
 from nibblelm.quant.rows import QuantizedRows, weighted_rows
-
-AWQ_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Those whose layers `Awq` knows by the names of their modules: what may be folded into what."""
 
 
 class Calibrated:
@@ -112,64 +111,73 @@ class Gptq(Calibrated):
 
 
 class Awq(Calibrated):
-    """Inputs are those of the unquantized model; what makes an input is scaled down where its readers are scaled up."""
+    """Inputs are those of the unquantized model; what makes an input is scaled down where its readers are scaled up.
+
+    folds  of each module, what that is
+    """
+
+    def __init__(self, *args: Any, folds: Mapping[str, Fold]) -> None:
+        super().__init__(*args)
+        self._folds = folds
 
     def _quantize_layer(self) -> None:
-        seen: list[tuple[list[str], Moments]] = []
+        seen: dict[Fold, Moments] = {}
 
         def look(modules: list[str], moments: Callable[[], Moments]) -> list[Tensor]:
-            seen.append((modules, _checked(moments(), modules)))
+            if (fold := self._folds[modules[0]]) not in seen:
+                seen[fold] = _checked(moments(), modules)
             return self._pass(modules, moments)
 
         self._walk.advance(look)
-        weights = {module: self._weight(module) for modules, _ in seen for module in modules}
+        weights = {module: self._weight(module) for fold in seen for module in fold.modules}
         importance = {}
-        for modules, moments in seen:
-            factors = self._fold(modules, moments, weights)
-            for module in modules:
+        for fold, moments in seen.items():
+            factors = self._folded(fold, moments, weights)
+            for module in fold.modules:
                 weights[module] = (weights[module] * factors).float()
                 importance[module] = moments.second.diagonal().double() / factors.square()
         for module, weight in weights.items():
             unit, scheme = self._unit(module), self._unit(module).scheme
             if scheme is None:
-                self._results[unit.spec.name] = weight.cpu()
+                self._results[unit.spec.name] = (weight.T.contiguous() if unit.spec.transposed else weight).cpu()
             else:
                 args = (scheme.bits, scheme.group_size, scheme.symmetric, unit.dtype)
                 self._results[unit.spec.name] = weighted_rows(weight, *args, importance[module])
 
-    def _fold(self, modules: list[str], moments: Moments, weights: dict[str, Tensor]) -> Tensor:
-        """The factors (K,) fp64 of the columns of `modules`, after what makes their input was divided by them."""
-        layer, own = ".".join(modules[0].split(".")[:3]), modules[0].rpartition(".")[2]
-        magnitude = moments.magnitude
-        values = f"{layer}.self_attn.v_proj"
-        # One row of v_proj serves all heads of its group: (kv heads, heads of the group, head_dim).
-        heads = (len(weights[values]) // self._walk.head_dim, -1, self._walk.head_dim)
-        if own == "o_proj":
-            shared = magnitude.view(heads)
-            magnitude = shared.mean(1, keepdim=True).expand_as(shared).reshape(-1)
-        readers = [(weights[module], self._unit(module).scheme) for module in modules]
-        factors = awq.search(readers, moments.second, magnitude, self._unit(modules[0]).dtype)
-        if own == "o_proj":
-            self._scale_rows(values, factors.view(heads)[:, 0].reshape(-1), weights)
-        elif own == "down_proj":
-            self._scale_rows(f"{layer}.mlp.up_proj", factors, weights)
-        else:
-            norm = "input_layernorm" if own == "q_proj" else "post_attention_layernorm"
-            return self._scale_gain(f"{layer}.{norm}.weight", factors)
+    def _folded(self, fold: Fold, moments: Moments, weights: dict[str, Tensor]) -> Tensor:
+        """The factors (K,) fp64 of the columns of `fold.modules`, after what makes their input was divided by them."""
+        if fold.gain is None and not fold.rows:
+            return torch.ones_like(moments.magnitude, dtype=torch.float64)
+        rows = sum(len(rows) for _, rows in fold.rows) or len(moments.magnitude)
+        shared = moments.magnitude.view(fold.heads, -1, rows // fold.heads)  # one row may serve several columns
+        magnitude = shared.mean(1, keepdim=True).expand_as(shared).reshape(-1)
+        readers = [(weights[module], self._unit(module).scheme) for module in fold.modules]
+        factors = awq.search(readers, moments.second, magnitude, self._unit(fold.modules[0]).dtype)
+        if fold.gain is not None:
+            return self._scale_norm(fold.gain, fold.bias, int(fold.plus_one), factors)
+        own = factors.view_as(shared)[:, 0].reshape(-1)
+        for (module, rows), part in zip(fold.rows, own.split([len(rows) for _, rows in fold.rows]), strict=True):
+            self._scale_rows(module, rows.to(part.device), part, weights)
         return factors
 
-    def _scale_rows(self, module: str, factors: Tensor, weights: dict[str, Tensor]) -> None:
-        weights[module] = (weights[module] / factors.unsqueeze(1)).float()
-        if f"{module}.bias" in self._units:
-            self._results[f"{module}.bias"] = self._read(f"{module}.bias").double() / factors.cpu()
+    def _scale_rows(self, module: str, rows: Tensor, factors: Tensor, weights: dict[str, Tensor]) -> None:
+        scaled = (weights[module][rows] / factors.unsqueeze(1)).float()
+        weights[module] = weights[module].index_copy(0, rows, scaled)
+        if (name := f"{module}.bias") in self._units:
+            bias = self._read(name).double().to(rows.device)
+            self._results[name] = bias.index_copy(0, rows, bias[rows] / factors).cpu()
 
-    def _scale_gain(self, name: str, factors: Tensor) -> Tensor:
-        """Divide a norm's gain; returns by what it was divided after rounding to its dtype, so that nothing is lost."""
-        gain = self._read(name).double().to(factors.device)
-        scaled = (gain / factors).to(self._units[name].dtype)
-        lost = (scaled == 0) | ~scaled.isfinite()
-        self._results[name] = torch.where(lost, gain.to(scaled.dtype), scaled).cpu()
-        return torch.where(lost, 1.0, gain / scaled.double())
+    def _scale_norm(self, name: str, bias: str | None, plus: int, factors: Tensor) -> Tensor:
+        """Divide a norm; returns by what it was divided after its gain was rounded, so that nothing is lost."""
+        gain = self._read(name).double().to(factors.device) + plus
+        stored = (gain / factors - plus).to(self._units[name].dtype)
+        lost = (stored.double() + plus == 0) | ~stored.isfinite()
+        stored = torch.where(lost, (gain - plus).to(stored.dtype), stored)
+        divided = torch.where(lost, 1.0, gain / (stored.double() + plus))
+        self._results[name] = stored.cpu()
+        if bias is not None:
+            self._results[bias] = self._read(bias).double() / divided.cpu()
+        return divided
 
     def _pass(self, modules: list[str], moments: Callable[[], Moments]) -> list[Tensor]:
         return [torch.cat([self._weight(module) for module in modules])]

@@ -174,7 +174,7 @@ class Walk:
         # Activations of each stream, and in it of each sample, that a node still reads.
         self._held = [[self._embedded(row, positions) for row in ids] for _ in range(streams)]
         self._at = 1
-        self.device, self.head_dim = device, config.head_dim
+        self.device = device
         self.layer = 0
         """The layer that `advance` runs next."""
 

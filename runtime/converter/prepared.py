@@ -10,11 +10,12 @@ from torch import Tensor
 from nibblelm.arguments import select_device
 from nibblelm.checkpoint import Checkpoint
 from nibblelm.config import DecoderConfig
-from nibblelm.converter.calibrated import AWQ_FAMILIES, Awq, Gptq
+from nibblelm.converter.calibrated import Awq, Gptq
 from nibblelm.converter.calibration import Walk, read_calibration
 from nibblelm.converter.plan import Unit
 from nibblelm.converter.rotate import rotated
 from nibblelm.converter.source import whole
+from nibblelm.converter.wiring import folds
 from nibblelm.errors import ConvertError
 from nibblelm.models import family
 from nibblelm.ops.types import QuantizedWeight
@@ -60,11 +61,6 @@ class Prepared:
         self.read: list[tuple[str, str]] = []
         self.record: dict[str, Any] | None = None
         self.fingerprint: dict[str, Any] = {}
-        if options.method == "awq" and self._config.model_type not in AWQ_FAMILIES:
-            raise ConvertError(
-                f"model_type {self._config.model_type!r}: awq is not supported, only for {', '.join(AWQ_FAMILIES)}; "
-                "use gptq"
-            )
         if options.method in CALIBRATED:
             _require_walkable(self._config, options.method)
             args = (checkpoint.folder, self._config, options.samples, options.seed, options.held_out)
@@ -95,10 +91,11 @@ class Prepared:
 
         if self.record is None:
             return plain
-        method = {"gptq": Gptq, "awq": Awq}[self._options.method]
-        args = (self._checkpoint.config, self._config, self._read, self._device, method.streams)
-        walk = Walk(self._calibration.ids, *args)
-        calibrated = method(walk, self._units, self._read, stored)
+        model = (self._checkpoint.config, self._config)
+        streams = Gptq.streams if self._options.method == "gptq" else Awq.streams
+        walk = Walk(self._calibration.ids, *model, self._read, self._device, streams)
+        args = (walk, self._units, self._read, stored)
+        calibrated = Gptq(*args) if self._options.method == "gptq" else Awq(*args, folds=folds(*model))
 
         def made(unit: Unit) -> Made:
             result = calibrated.result(unit)

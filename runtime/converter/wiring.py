@@ -1,4 +1,4 @@
-"""Which tensors of a model write into its residual stream, and which read from it: found in the recorded forward.
+"""What of a model can be rotated or scaled without changing its function: found in the recorded forward.
 
 The residual stream is what may be multiplied by an orthogonal matrix: what tables and linears give, their sums and
 multiples, and the norms of those, up to the linears that read them. A value that anything else reads is not of it, nor
@@ -101,7 +101,58 @@ def wiring(raw: Mapping[str, Any], config: DecoderConfig) -> Wiring:
             if node.inputs["x"] in stream:
                 found.readers.update(dict.fromkeys(modules, _gain_before(node.inputs["x"], makers, names)))
         elif node.op == "attention":
-            _note_values(node, graph, makers, names, config, found)
+            readers = [other for other in graph.nodes if node.outputs[0] in other.inputs.values()]
+            if all(reader.op == "linear" for reader in readers) and (rows := _value_rows(node, makers, names, config)):
+                found.values.update(rows)
+                found.mixers.update(module for reader in readers for module in reader.attributes["weight"].data[0])
+    return found
+
+
+@dataclass(eq=False)
+class Fold:
+    """Modules that read one input, and what its columns can be divided by where theirs are multiplied.
+
+    gain, bias  tensors of the norm that gives the input, without or with a bias; plus_one  1 is added to the gain
+    rows        or modules with the rows that become its columns, in order; `heads` parts of them, each of which serves
+                as many columns' heads as there are for one part
+    """
+
+    modules: list[str]
+    gain: str | None = None
+    bias: str | None = None
+    plus_one: bool = False
+    rows: list[tuple[str, Tensor]] = field(default_factory=list)
+    heads: int = 1
+
+
+def folds(raw: Mapping[str, Any], config: DecoderConfig) -> dict[str, Fold]:
+    """What may be folded for each module of the model of a config.json. A nonlinear function, or someone else who reads
+    the input, stands against it."""
+    names = _Names()
+    graph = recorded(family(raw).Model(names, config, 1), config, 1, names.device)
+    makers = {value: node for node in graph.nodes for value in node.outputs}
+    readers: dict[Value, list[Node]] = {}
+    for node in graph.nodes:
+        for value in dict.fromkeys(node.inputs.values()):
+            readers.setdefault(value, []).append(node)
+    found: dict[str, Fold] = {}
+    for value, nodes in readers.items():
+        linears = [node for node in nodes if node.op == "linear"]
+        fold = Fold([module for node in linears for module in node.attributes["weight"].data[0]])
+        found.update(dict.fromkeys(fold.modules, fold))
+        if len(linears) < len(nodes):
+            continue
+        maker = makers[value]
+        if maker.op in _NORMS:
+            bias = maker.attributes.get("bias")
+            fold.gain, fold.bias = names.name(maker.attributes["weight"]), None if bias is None else names.name(bias)
+            fold.plus_one = maker.attributes.get("plus_one", False)
+        elif maker.op == "attention":
+            fold.rows, fold.heads = _value_rows(maker, makers, names, config), config.kv_heads
+        elif maker.op in ("swiglu", "geglu", "relu"):
+            (source,) = maker.inputs.values()
+            if makers[source].op == "linear" and len(readers[source]) == 1:
+                fold.rows = list(_rows(makers[source], source.width - value.width, source.width, names))
     return found
 
 
@@ -136,21 +187,17 @@ def _gain_before(value: Value, makers: Mapping[Value, Node], names: _Names) -> s
     return names.name(node.attributes["weight"]) if node.op in _NORMS else None
 
 
-def _note_values(
-    node: Node, graph: Graph, makers: Mapping[Value, Node], names: _Names, config: DecoderConfig, found: Wiring
-) -> None:
-    readers = [other for other in graph.nodes if node.outputs[0] in other.inputs.values()]
+def _value_rows(
+    node: Node, makers: Mapping[Value, Node], names: _Names, config: DecoderConfig
+) -> list[tuple[str, Tensor]]:
+    """Modules with the rows of attention's values, head after head; none where something stands in between."""
     append = makers[node.inputs["q"]]
     value, size = append.inputs.get("v") or append.inputs["qkv"], config.kv_heads * config.head_dim
     first = value.width - size
     while makers[value].op in ("heads", "columns"):
         maker = makers[value]
         first, value = first + maker.attributes.get("first", 0), maker.inputs["x"]
-    if makers[value].op != "linear" or any(reader.op != "linear" for reader in readers):
-        return
-    for module, rows in _rows(makers[value], first, first + size, names):
-        found.values[module] = rows
-    found.mixers.update(module for reader in readers for module in reader.attributes["weight"].data[0])
+    return list(_rows(makers[value], first, first + size, names)) if makers[value].op == "linear" else []
 
 
 def _rows(node: Node, first: int, last: int, names: _Names) -> Iterator[tuple[str, Tensor]]:

@@ -20,7 +20,7 @@ from nibblelm.errors import ConvertError, TokenizerError
 from nibblelm.models import family
 from nibblelm.ops.reference import dequantize
 from nibblelm.ops.types import QuantizedWeight
-from nibblelm.quant import awq, gptq
+from nibblelm.quant import gptq
 from nibblelm.quant.affine import pack_zero_point
 from nibblelm.quant.rows import quantize_rows
 
@@ -172,35 +172,6 @@ def test_gptq_walks_any_wiring(family, source, tmp_path):
     with torch.no_grad():
         theirs = model(torch.tensor([ids])).logits[0]
     assert (found - theirs).norm() / theirs.norm() < 2e-4
-
-
-def test_awq_refuses_wiring_it_does_not_know(source, tmp_path):
-    with pytest.raises(ConvertError, match=r"gemma2.*awq is not supported.*use gptq"):
-        convert(source("gemma2"), tmp_path / "out", method="awq", calibration=tmp_path / "text.txt")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_awq_scales_change_no_function(family, source, tmp_path, monkeypatch):
-    """Random factors and nothing rounded: the source's logits."""
-    torch.manual_seed(1)
-    known = {}
-
-    def factors(weights, moment, magnitude, dtype):
-        width = 80 if family == "qwen3" else len(magnitude)  # heads of a group share theirs
-        shared = known.setdefault(width, torch.rand(8, dtype=torch.float64) + 0.5)
-        return shared.repeat(len(magnitude) // 8) if len(magnitude) % 8 == 0 else torch.ones(len(magnitude)).double()
-
-    monkeypatch.setattr(awq, "search", factors)
-    folder = source(family, torch.float32)
-    options = dict(samples=2, keep=[".=16"], dtype="fp32")
-    convert(folder, tmp_path / "out", method="awq", calibration=tmp_path / "text.txt", **options)
-    ids = list(range(1, 30))
-    expected, found = (LLM(path, dtype="fp32").logits(ids) for path in (folder, tmp_path / "out"))
-    assert (found - expected).norm() / expected.norm() <= 1e-5
-    gains = [
-        open_checkpoint(path).tensor("model.layers.0.input_layernorm.weight") for path in (folder, tmp_path / "out")
-    ]
-    assert not torch.allclose(*gains, atol=0.05)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
