@@ -40,7 +40,7 @@ lint: .venv/.installed-lint
 types: .venv/.installed-lint .venv/.installed-test
 	$(BIN)/pyright
 
-# The tests against the built wheel, outside the checkout, in an environment that borrows the installed dependencies
+# Tests against the built wheel, outside the checkout, in an environment that borrows the installed dependencies
 wheel-test: .venv/.installed-test
 	scripts/wheel_test.sh
 
