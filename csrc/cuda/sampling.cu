@@ -25,7 +25,7 @@ constexpr int kRun{4};             // neighbouring ids of a lane; those of a war
 constexpr int kBinBits{11};
 constexpr int kBins{1 << kBinBits};
 constexpr int kGroup{kBins / kWarps};      // bins that one warp adds up
-constexpr float kUnits{1099511627776.0f};  // 2^40: a sum over 2^18 tokens stays below 2^58
+constexpr float kUnits{1099511627776.0f};  // 2^40: a sum over fewer than 2^19 tokens stays below 2^59
 constexpr float kReach{29.0f};             // e^-29 is less than half of one
 using Mass = unsigned long long;
 

@@ -87,7 +87,9 @@ def check_draw(rows: int, vocab: int, blocks: int) -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize(("blocks", "vocab"), [(1, 331), (2, 5000), (1, 8192), (1, 12288), (1, 16000), (1, 32768)])
+@pytest.mark.parametrize(
+    ("blocks", "vocab"), [(1, 331), (2, 5000), (1, 8192), (1, 12288), (1, 16000), (1, 32768), (1, 36864)]
+)
 def test_every_kernel(blocks: int, vocab: int) -> None:
     """Every size of a thread's share, by few blocks: racecheck did not finish on clusters of 8 and more."""
     check_draw(1, vocab, blocks)
