@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -137,27 +138,35 @@ def test_threads_and_instruction_sets_are_settable() -> None:
         _cpu.set_isa("sse9")
 
 
-def cpu_per_replay(threads: int) -> float:
-    """Mean CPU seconds of a replay in two processes side by side; unlike the time, it bears other load."""
+@contextmanager
+def pair(threads: int) -> Iterator[Callable[[], float]]:
+    """Two processes that replay side by side when called; the mean of their CPU seconds of a replay."""
     script = Path(__file__).with_name("two_processes.py")
-    command = [sys.executable, str(script), str(threads), "0.7"]
+    command = [sys.executable, str(script), str(threads), "0.2"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as first, subprocess.Popen(command, **pipes) as second:
         both = (first, second)
         assert [process.stdout.readline() for process in both] == ["ready\n"] * 2
-        for process in both:
-            process.stdin.write("\n")
-            process.stdin.flush()
-        return sum(float(process.stdout.readline()) for process in both) / 2
+
+        def cpu_per_replay() -> float:
+            for process in both:
+                process.stdin.write("\n")
+                process.stdin.flush()
+            return sum(float(process.stdout.readline()) for process in both) / 2
+
+        yield cpu_per_replay
 
 
 @pytest.mark.skipif(_cpu.usable_cores() < 2, reason="one core: there is no team")
 def test_two_processes_do_not_spin_on_each_others_cores() -> None:
-    """With default threads a step costs them about what it costs with one thread each, not half as much again."""
-    ratios: list[float] = []
-    while len(ratios) < 5 and not any(ratio < 1.25 for ratio in ratios):
-        ratios.append(cpu_per_replay(0) / cpu_per_replay(1))
-    assert min(ratios) < 1.25, ratios  # the least, as other load on the machine only adds; spinning gave 1.4 to 2.4
+    """With default threads a step costs them about what it costs with one thread each, not half as much again: the
+    least of each, as other load on the machine only adds, in as many short tries as that load leaves room for."""
+    with pair(0) as default, pair(1) as single:
+        costs, alone = [default()], [single()]
+        while min(costs) >= 1.25 * min(alone) and len(costs) < 200:
+            costs.append(default())
+            alone.append(single())
+    assert min(costs) < 1.25 * min(alone), (costs, alone)  # spinning gave 1.4 to 2.4
 
 
 def test_workers_wake_up_after_sleeping() -> None:

@@ -2,7 +2,7 @@
 
     python two_processes.py THREADS SECONDS
 
-THREADS 0 is the default. Begins when a line comes in.
+THREADS 0 is the default. Does so for each line that comes in.
 """
 
 import sys
@@ -28,12 +28,12 @@ def main() -> None:
             y = ops.linear(y, layers[i % len(layers)], None, 8)
     program.replay()
     print("ready", flush=True)
-    sys.stdin.readline()
-    begin, used, count = time.perf_counter(), time.process_time(), 0
-    while time.perf_counter() - begin < float(sys.argv[2]):
-        program.replay()
-        count += 1
-    print((time.process_time() - used) / count)
+    for _ in sys.stdin:
+        begin, used, count = time.perf_counter(), time.process_time(), 0
+        while time.perf_counter() - begin < float(sys.argv[2]):
+            program.replay()
+            count += 1
+        print((time.process_time() - used) / count, flush=True)
 
 
 if __name__ == "__main__":
