@@ -97,8 +97,8 @@ def idle(server: Any) -> bool:
 @pytest.mark.parametrize("drafts", [False, True], ids=["", "drafts"])
 def test_every_answer_is_what_it_is_alone(drafts: bool, serving: Any, folder: Path, llm: LLM) -> None:
     """With prompts' pages shared, and too few pages for all that run; with drafts, for which they are few at a time."""
-    few = ("--kv-memory", "1200K", "--max-sequences", "4", "--speculate", "ngram")
-    server = serving(folder, "--served-model-name", "demo", *(few if drafts else ("--kv-memory", "5M")))
+    few = ("--max-sequences", "4", "--speculate", "ngram") if drafts else ()
+    server = serving(folder, "--served-model-name", "demo", "--kv-memory", "1200K", *few)
     requests = kinds()
     want = [alone(llm, *request) for request in requests]
     order = random.Random(6).choices(range(KINDS), k=REQUESTS)
