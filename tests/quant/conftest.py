@@ -25,9 +25,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _one_torch_thread() -> Iterator[None]:
-    """The tensors here are small: waking threads for them costs more than it gives."""
+    """The tensors here are small: waking threads for them costs more than it gives. Other files have theirs."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

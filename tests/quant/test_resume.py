@@ -45,7 +45,7 @@ def test_killed_anywhere_and_resumed(save, tmp_path):
     large = save("llama", hidden_size=768, intermediate_size=2048, num_hidden_layers=2, name="large")
     script = Path(__file__).with_name("killed_conversions.py")
     command = [sys.executable, str(script), str(small), str(large), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert result.returncode == 0, result.stderr
     counts = json.loads(result.stdout)
     assert counts["events"] > 30  # 12 units, and every file of the folder more than once
@@ -135,7 +135,7 @@ def test_a_source_changed_while_it_is_converted_is_refused(save, tmp_path, monke
     read = Event()
 
     def late(self, path, infos):
-        assert read.wait(60)
+        assert read.wait(600)
         rewrite(path, table)
         return hashed(self, path, infos)
 
