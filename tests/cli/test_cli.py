@@ -223,7 +223,7 @@ def test_bench_without_a_program_that_ran(stories: str, flags: list[str]) -> Non
 def test_an_output_that_knows_no_such_character(stories: str) -> None:
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     command = [*COMMAND, "generate", "-m", stories, "-p", "Once ☀", "-n", "4", "--echo"]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
     assert (result.returncode, result.stdout[:11]) == (0, r"Once \u2600"), result.stderr
 
 

@@ -5,9 +5,14 @@ import http.client
 import json
 import re
 import socket
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from waiting import PATIENCE_S
 
 BODY = json.dumps({"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}).encode()
 OFFER = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQCAAAAAAIAAAAA"}
@@ -22,7 +27,7 @@ def post(headers: dict[str, str], body: bytes = BODY, chunked: bool = False) -> 
 
 def answers(server: Any, *pieces: bytes, count: int = 1) -> list[tuple[int, Any]]:
     """Statuses and JSON of the answers to what one connection sends."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for piece in pieces:
             connection.sendall(piece)

@@ -65,8 +65,9 @@ def test_a_client_that_never_reads_does_not_keep_its_places(running: Any) -> Non
         body = json.dumps(LONG | {"stream": True, "n": 20, "logprobs": 5}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         client.sendall(head.encode() + body)
-        assert wait_for(lambda: server.service.unfinished == 20)
-        assert wait_for(lambda: server.service.unfinished == 0), "its time is over, though it was not told"
+        aborted = server.service.llm.engine.stats.finished
+        assert wait_for(lambda: aborted["abort"] == 20), "its time is over, though it was not told"
+        assert wait_for(lambda: server.service.unfinished == 0)
         assert wait_for(lambda: not server.service.llm.engine.scheduler.has_work)
 
 
