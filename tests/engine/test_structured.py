@@ -145,10 +145,10 @@ def test_deep_schemas(llm: LLM) -> None:
 
 
 @torch.inference_mode()  # as the engine's thread
-def test_a_token_costs_little_more(llm: LLM) -> None:
-    """Less than a third of a step (0.1 of 0.9 ms, for a model of 7M): steps of one sequence, in processor time of the
-    thread that computes them, each in the best of runs that compute the same, of which there are as many as other
-    processes, which take caches and clock, make necessary; then the medians."""
+def test_a_token_costs_at_most_0_3_ms_more(llm: LLM) -> None:
+    """On a slow machine a third of a step: steps of one sequence, in processor time of the thread that computes them,
+    each in the best of runs that compute the same, of which there are as many as other processes, which take caches
+    and clock, make necessary; then the medians."""
     schemas = [
         {"type": "object"},
         {"type": "string", "minLength": 99},
@@ -173,16 +173,16 @@ def test_a_token_costs_little_more(llm: LLM) -> None:
         [dict(schema=schema, seed=seed) for seed, schema in enumerate(schemas)],
         [dict(ignore_eos=True, seed=seed) for seed in range(4)],
     ]
-    guided, free, more = list[float](), list[float](), math.inf
+    guided, free, more, most = list[float](), list[float](), math.inf, 0.0
     for run in range(20):
         once = [[s for options in load for s in steps_s(**options)] for load in loads]
         guided, free = once if run == 0 else (list(map(min, *each)) for each in zip((guided, free), once, strict=True))
-        more = statistics.median(guided) / statistics.median(free) - 1
-        if more < 1 / 3:
+        more, most = statistics.median(guided) - statistics.median(free), max(0.3e-3, statistics.median(free) / 3)
+        if more < most:
             break
-    print(f"{len(guided)} tokens: {more:.0%} more than {1e3 * statistics.median(free):.3f} ms")
+    print(f"{len(guided)} tokens: {1e3 * more:.3f} ms more than {1e3 * statistics.median(free):.3f} ms")
     assert len(guided) > 150
-    assert more < 1 / 3
+    assert more < most
 
 
 def test_a_guide_that_fails_on_the_way_ends_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
