@@ -28,6 +28,10 @@ WORDS = (
 """Of which prompts are made."""
 
 
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What reading a server's JSON may raise."""
+
+
 @dataclass(frozen=True)
 class Load:
     """rate: requests a second, inf for all at once; lengths in tokens, about as many words for a prompt."""
@@ -139,7 +143,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 async def _request(target: "_Target", body: dict[str, Any], arrival: float) -> Result:
-    result, last = Result(), 0.0
+    result, last, counted = Result(), 0.0, False
     try:
         async for data in target.events("/v1/completions", body):
             now = time.perf_counter()
@@ -154,9 +158,12 @@ async def _request(target: "_Target", body: dict[str, Any], arrival: float) -> R
                 last = now
                 result.tokens += 1
             if usage := event.get("usage"):
-                result.prompt_tokens, result.tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                result.prompt_tokens, result.tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
+                counted = True
+        if not (last or counted):
+            raise RequestError("an answer without text or usage")
         result.end_s = time.perf_counter() - arrival
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RequestError) as error:  # whatever it sends
+    except (OSError, RequestError, *UNREADABLE) as error:
         result.error = f"{type(error).__name__}: {error}"[:200]
     return result
 
@@ -183,15 +190,15 @@ class _Target:
         text = b"\n".join([line async for line in self._lines("GET", "/v1/models", b"")])
         try:
             return str(json.loads(text)["data"][0]["id"])
-        except (ValueError, LookupError, TypeError) as error:
+        except UNREADABLE as error:
             shown = text[:150].decode(errors="replace")
             raise RequestError(f"/v1/models lists no model: {shown!r}; name one with --served-model") from error
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
         """The data of each event, to the end; of an answer without a stream its one line."""
         async for line in self._lines("POST", path, json.dumps(body).encode()):
-            if line.startswith(b"data: ") and line != b"data: [DONE]":
-                yield line[6:]
+            if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                yield data
             elif line.startswith(b"{"):
                 yield line
 
@@ -212,10 +219,10 @@ class _Target:
                     *lines, rest = rest.split(b"\n")
                     for line in lines:
                         yield line.rstrip(b"\r")
-            if answer.counted and not answer.complete:
-                raise RequestError("the connection ended in the middle of the answer")
-            if answer.status != 200:
+            if answer.status not in (0, 200):
                 raise RequestError(f"status {answer.status}: {rest[:150].decode(errors='replace')}")
+            if answer.unfinished:
+                raise RequestError("the connection ended in the middle of the answer")
             yield rest
         finally:
             writer.close()
@@ -224,36 +231,43 @@ class _Target:
 class _Answer:
     """An HTTP answer, as httptools tells of it.
 
-    counted   the body says how long it is; otherwise it ends with the connection
-    complete  it has ended
+    status      0 until its head has come
+    complete    it has ended, by its own count
+    unfinished  it does not end here, if the connection does
     """
 
     def __init__(self) -> None:
-        self.counted, self.complete, self._body = True, False, b""
+        self.status, self.complete, self.unfinished = 0, False, True
+        self._body, self._counted = b"", False
         self._parser = httptools.HttpResponseParser(self)
 
-    @property
-    def status(self) -> int:
-        """0 until there is one."""
-        return self._parser.get_status_code()
-
     def body_of(self, data: bytes) -> bytes:
-        """What of the body is in the next bytes from the connection."""
+        """What of the body is in the next bytes from the connection. What comes behind the answer does not count."""
         self._body = b""
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as error:
+            raise RequestError(f"status {self.status}: the server changes the protocol") from error
         except httptools.HttpParserError as error:
-            raise RequestError(f"the answer is not HTTP: {error}") from error
+            if not self.complete:
+                raise RequestError(f"the answer is not HTTP: {error}") from error
         return self._body
 
     def on_message_begin(self) -> None:
-        self.counted = self.complete = False
+        self._counted = False
 
-    def on_header(self, name: bytes, _: bytes) -> None:
-        self.counted |= name.lower() in (b"content-length", b"transfer-encoding")
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._counted |= name.lower() == b"content-length"
+        self._counted |= name.lower() == b"transfer-encoding" and b"chunked" in value.lower()
+
+    def on_headers_complete(self) -> None:
+        if not self.complete:
+            self.status, self.unfinished = self._parser.get_status_code(), self._counted
 
     def on_body(self, data: bytes) -> None:
-        self._body += data
+        if not self.complete:
+            self._body += data
 
     def on_message_complete(self) -> None:
-        self.complete = self.status >= 200  # others come before the answer
+        if self.status >= 200:  # others come before the answer
+            self.complete, self.unfinished = True, False

@@ -61,18 +61,33 @@ def test_errors_are_counted_and_goals_judged(server: Any, capsys: pytest.Capture
 
 OK = b"HTTP/1.1 200 OK\r\n"
 MODELS = b'{"data": [{"id": "m"}]}'
-NO_ANSWER: list[tuple[bytes, bytes, str]] = [
-    (b"SSH-2.0-OpenSSH_9.6\r\n", b"", "the answer is not HTTP"),
-    (b"", b"", "the connection ended in the middle"),
-    (OK + b"content-length: 9\r\n\r\n{", b"", "the connection ended in the middle"),
-    (OK + b"\r\n<html>", b"", "lists no model: '<html>'"),
-    (OK + b'\r\n{"data": []}', b"", "lists no model"),
-    (OK + b"\r\n[1]", b"", "lists no model"),
-    (OK + b"\r\n" + MODELS, OK + b"transfer-encoding: chunked\r\n\r\nzz\r\n", "the answer is not HTTP"),
-    (OK + b"\r\n" + MODELS, OK + b"\r\ndata: [1]\n\n", "AttributeError"),
-    (OK + b"\r\n" + MODELS, OK + b'\r\ndata: {"choices": 1}\n\n', "TypeError"),
-    (OK + b"\r\n" + MODELS, b"HTTP/1.1 503 Busy\r\ncontent-length: 5\r\n\r\na\nbcd", "status 503: a\\nbcd"),
+SSE = OK + b"\r\ndata: "
+NO_MODELS = [
+    (b"SSH-2.0-OpenSSH_9.6\r\n", "the answer is not HTTP"),
+    (b"", "the connection ended in the middle"),
+    (OK, "the connection ended in the middle"),
+    (OK + b"content-length: 9\r\n\r\n{", "the connection ended in the middle"),
+    (b"HTTP/1.1 101 X\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\nabc", "status 101"),
+    (OK + b"\r\n<html>", "lists no model: '<html>'"),
+    (OK + b'\r\n{"data": []}', "lists no model"),
+    (OK + b"\r\n[1]", "lists no model"),
+    (OK + b"\r\n" + b"[" * 200_000, "lists no model"),
 ]
+NO_TOKENS = [
+    (OK + b"transfer-encoding: chunked\r\n\r\nzz\r\n", "the answer is not HTTP"),
+    (OK + b"transfer-encoding: chunked\r\n", "the connection ended in the middle"),
+    (OK + b"content-le", "the connection ended in the middle"),
+    (b"HTTP/1.1 101 X\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\nabc", "status 101"),
+    (OK + b"\r\n<html>", "an answer without text or usage"),
+    (SSE + b"[1]\n\n", "AttributeError"),
+    (SSE + b'{"choices": 1}\n\n', "TypeError"),
+    (SSE + b"[" * 200_000 + b"\n\n", "RecursionError"),
+    (SSE + b'{"usage": {"prompt_tokens": null, "completion_tokens": null}}\n\n', "TypeError"),
+    (b"HTTP/1.1 503 Busy\r\ncontent-length: 5\r\n\r\na\nbcd", r"status 503: a\nbcd"),
+    (b"HTTP/1.1 503 Busy\r\ncontent-length: 500\r\n\r\nout of memory", "status 503: out of memory"),
+]
+NO_ANSWER = [(models, b"", text) for models, text in NO_MODELS]
+NO_ANSWER += [(OK + b"\r\n" + MODELS, answer, text) for answer, text in NO_TOKENS]
 
 
 @pytest.mark.parametrize(("models", "answer", "message"), NO_ANSWER, ids=range(len(NO_ANSWER)))
@@ -85,9 +100,10 @@ def test_servers_that_answer_oddly(
 
 
 def test_an_answer_in_other_forms(capsys: pytest.CaptureFixture[str]) -> None:
-    """A status before the answer, no length, the host as it was written."""
-    body = b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata: [DONE]\r\n\r\n'
-    with answering(b"HTTP/1.1 103 Early Hints\r\n\r\n" + OK + b"\r\n" + MODELS, OK + b"\r\n" + body) as (url, asked):
+    """A status before the answer, no length, no space before data, another answer behind; the host as it was given."""
+    body = b'data:{"choices": [{"text": "a"}]}\r\n\r\ndata:[DONE]\r\n\r\n'
+    answer = OK + b"content-length: %d\r\n\r\n" % len(body) + body + b"HTTP/1.1 408 Late\r\ncontent-length: 0\r\n\r\n"
+    with answering(b"HTTP/1.1 103 Early Hints\r\n\r\n" + OK + b"\r\n" + MODELS, answer) as (url, asked):
         assert main(["bench", "serve", "--url", url.replace("//", "//me:secret@"), "--requests", "2", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["failed"] == 0
         assert all(f"host: {url.removeprefix('http://')}\r\n".encode() in head for head in asked)
