@@ -168,7 +168,8 @@ class Awq(Calibrated):
             self._results[name] = bias.index_copy(0, rows, bias[rows] / factors).cpu()
 
     def _scale_norm(self, name: str, bias: str | None, plus: int, factors: Tensor) -> Tensor:
-        """Divide a norm; returns by what it was divided after its gain was rounded, so that nothing is lost."""
+        """Divide a norm; returns by what, after its gain was rounded to its dtype, so that the rounding loses nothing.
+        A bias of 16 bits is rounded once more."""
         gain = self._read(name).double().to(factors.device) + plus
         stored = (gain / factors - plus).to(self._units[name].dtype)
         lost = (stored.double() + plus == 0) | ~stored.isfinite()

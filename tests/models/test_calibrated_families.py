@@ -62,7 +62,8 @@ def with_text(name: str, folder: Path) -> tuple[Path, Path, list[int]]:
 
 
 def with_outliers(source: Path) -> None:
-    """Gains of norms as trained models have them: some columns are many times larger than others."""
+    """Gains of norms as trained models have them: some columns are many times larger than others. What awq is for; with
+    all columns alike it can be a hundredth further from the source than min/max (olmo2, mpt)."""
     (file,) = source.glob("*.safetensors")
     tensors, generator = load_file(file), torch.Generator().manual_seed(5)
     for key, tensor in tensors.items():
@@ -73,7 +74,8 @@ def with_outliers(source: Path) -> None:
 
 def test_it_is_nearer_than_minmax(name: str, method: str, tmp_path: Path) -> None:
     source, text, ids = with_text(name, tmp_path)
-    with_outliers(source)
+    if method == "awq":
+        with_outliers(source)
     want = LLM(source, device="cpu", dtype="fp32").logits(ids)
     errors = {}
     for made in ("minmax", method):
