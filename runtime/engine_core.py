@@ -87,10 +87,18 @@ class Engine:
         return handle
 
     def start(self) -> None:
-        """Start the thread before the first request: it prepares what that one would wait for."""
+        """Start the thread before the first request: while idle, it prepares what prompts would wait for. For where
+        nothing else in the process uses the device: what waits for all of that ends a capture under way.
+        """
         with self._lock:
-            if self._core.end is None:
+            if self._core.end is None and self._thread is None:
+                self._core.unprepared = True
                 self._start()
+
+    @property
+    def prepared(self) -> bool:
+        """Whether what `start` began is done."""
+        return not self._core.unprepared
 
     def _start(self) -> None:
         if self._thread is None:
@@ -244,6 +252,8 @@ class _Channel:
 class _Core:
     """What the thread works on. It knows neither the Engine nor the handles, whose end it waits for."""
 
+    unprepared = False  # until `Engine.start` asks for it
+
     def __init__(self, runner: Runner, scheduler: Scheduler, speculation: Speculation | None) -> None:
         self.inbox: SimpleQueue[tuple[Callable[..., None] | None, tuple[Any, ...]]] = SimpleQueue()
         self.end: Callable[[], EngineError] | None = None  # makes what every request gets from now on
@@ -253,7 +263,6 @@ class _Core:
         self._scheduler, self._executor = scheduler, Executor(runner, scheduler, self.stats)
         self.runner, self._speculation = runner, speculation
         self._channels: dict[Sequence, _Channel] = {}
-        self._unprepared = True
 
     def run(self) -> None:
         """The thread: steps until it is told to end, or a step fails."""
@@ -309,9 +318,9 @@ class _Core:
             if self.inbox.empty():
                 self.stats.idle = True
             try:
-                method, args = self.inbox.get(timeout=UNHURRIED_S if self._unprepared else None)
+                method, args = self.inbox.get(timeout=UNHURRIED_S if self.unprepared else None)
             except Empty:
-                self._unprepared = self._executor.prepare()
+                self.unprepared = self._executor.prepare()
                 continue
             if self.stats.idle:
                 self.stats.progress, self.stats.idle = time.monotonic(), False

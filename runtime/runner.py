@@ -208,9 +208,9 @@ class Runner:
             step.done.record(torch.cuda.current_stream(self.device))
             logits = step.result.clone()
         else:  # the first time, kernels are loaded on the way: those of the program, so it is filled up as well
+            logits = self._prefill_eagerly(prompts, tiles, *(key if programmed else (rows, len(tiles))), every_row)
             if programmed:
                 self._prompt_steps[key] = []
-            logits = self._prefill_eagerly(prompts, tiles, *(key if programmed else (rows, len(tiles))), every_row)
         for p in prompts:
             self.history[p.slot] = list(p.ids)
         return logits if every_row else logits[: len(prompts)]
@@ -228,8 +228,8 @@ class Runner:
                 continue
             with self._card():
                 if steps is None:
-                    self._prompt_steps[key] = []
                     self._prefill_eagerly([], [], *key, every_row=False)
+                    self._prompt_steps[key] = []
                 else:
                     steps.append(self._captured(*key))
             return True

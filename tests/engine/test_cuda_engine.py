@@ -73,7 +73,6 @@ def test_same_tokens_as_the_cpu(name: str, request: pytest.FixtureRequest) -> No
     assert got[:first] == want[:first]
 
     # and wherever they part, decode is as near to the CPU's logits as prefill is, in the mean of all positions
-    rough.close()  # whose thread would prepare for prompts to come, of the same runner
     rough.runner.set_pages(0, range(page_count(len(ids) + len(want))))
     with torch.inference_mode():
         rough.runner.prefill(ids)
@@ -275,8 +274,9 @@ def test_prompts_find_their_programs_prepared(demo: Path) -> None:
     want = [eager.generate(prompt, params).token_ids for prompt in prompts]
     llm.engine.start()
     deadline = time.monotonic() + 60
-    while llm.engine._core._unprepared and time.monotonic() < deadline:
+    while not llm.engine.prepared and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert llm.engine.prepared
     made = {key: list(steps) for key, steps in llm.runner._prompt_steps.items()}
     assert {len(steps) for steps in made.values()} == {2}
     assert max(made)[0] == STEP_TOKENS["cuda"][1]
