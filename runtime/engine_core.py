@@ -30,6 +30,9 @@ BACKLOG = 64
 MOST_REQUESTS = 4096
 """Unfinished requests at a time, where an engine is not made for another number."""
 
+UNHURRIED_S = 0.05
+"""Without a message for so long, the thread makes what prompts to come would wait for, a part of it at a time."""
+
 _ABORTED = object()
 
 
@@ -75,17 +78,34 @@ class Engine:
                 raise core.end()
             if (unfinished := self._added - core.finished) >= self.most:
                 raise RequestError(f"{unfinished} requests are unfinished, the most there may be; wait for some to end")
-            if self._thread is None:
-                self._process = os.getpid()
-                self._thread = threading.Thread(target=core.run, name="nibblelm-engine", daemon=True)
-                weakref.finalize(self, _stop, core.inbox, self._thread)  # also when the interpreter exits
-                self._thread.start()
+            self._start()
             self._added += 1
         handle = Handle(self, core, sequence, channel)  # before the message: whatever comes between, someone has it
         core.inbox.put((core.add, (sequence, channel)))
         if core.end is not None:  # it ended meanwhile, and may not have seen the message
             channel.put(core.end(), last=True)
         return handle
+
+    def start(self) -> None:
+        """Start the thread before the first request: while idle, it prepares what prompts would wait for. For where
+        nothing else in the process uses the device: what waits for all of that ends a capture under way.
+        """
+        with self._lock:
+            if self._core.end is None and self._thread is None:
+                self._core.unprepared = True
+                self._start()
+
+    @property
+    def prepared(self) -> bool:
+        """Whether what `start` began is done."""
+        return not self._core.unprepared
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._process = os.getpid()
+            self._thread = threading.Thread(target=self._core.run, name="nibblelm-engine", daemon=True)
+            weakref.finalize(self, _stop, self._core.inbox, self._thread)  # also when the interpreter exits
+            self._thread.start()
 
     @property
     def end(self) -> EngineError | None:
@@ -232,6 +252,8 @@ class _Channel:
 class _Core:
     """What the thread works on. It knows neither the Engine nor the handles, whose end it waits for."""
 
+    unprepared = False  # until `Engine.start` asks for it
+
     def __init__(self, runner: Runner, scheduler: Scheduler, speculation: Speculation | None) -> None:
         self.inbox: SimpleQueue[tuple[Callable[..., None] | None, tuple[Any, ...]]] = SimpleQueue()
         self.end: Callable[[], EngineError] | None = None  # makes what every request gets from now on
@@ -295,7 +317,11 @@ class _Core:
         while not self.inbox.empty() or (wait and not self._scheduler.has_work):
             if self.inbox.empty():
                 self.stats.idle = True
-            method, args = self.inbox.get()
+            try:
+                method, args = self.inbox.get(timeout=UNHURRIED_S if self.unprepared else None)
+            except Empty:
+                self.unprepared = self._executor.prepare()
+                continue
             if self.stats.idle:
                 self.stats.progress, self.stats.idle = time.monotonic(), False
             if method is None:

@@ -62,6 +62,13 @@ class Executor:
         """Whether the device computes a step already whose tokens the host has not seen."""
         return self._flight is not None and self._flight.in_flight
 
+    def prepare(self) -> bool:
+        """`Runner.prepare_prompts` of what a step takes beside sequences that generate; none where memory is short."""
+        try:
+            return self._runner.prepare_prompts(self._scheduler.beside)
+        except torch.OutOfMemoryError:
+            return False
+
     def run(self, plan: Plan, land: bool = False) -> Iterator[list[tuple[Sequence, Choice]]]:
         """Compute a step. Yields the sequences that are due a token with what was chosen for each, as soon as they are.
 

@@ -72,4 +72,5 @@ class PromptInputs:
         if self.token_rows > 3:
             _, positions, of_slots = tokens[:3, :end].tolist()
             tokens[3:, :end] = self.more(positions, of_slots)
-        table[: len(tiles)] = tiles
+        for i, tile in enumerate(tiles):  # of a step without prompts none
+            table[i] = tile

@@ -41,6 +41,11 @@ def workspace_bytes(config: DecoderConfig, device: torch.device) -> int:
     return PREFILL_CHUNK[device.type] * (4 * config.hidden_size + 3 * widest) * 4 + (128 << 20)
 
 
+def _filled_up(tiles: Sequence[tuple[int, int]]) -> int:
+    """Tiles of the program that takes these."""
+    return 1 << (len(tiles) - 1).bit_length()
+
+
 class DecoderModel(Protocol):
     """What models/<type>.py exports as `Model`."""
 
@@ -194,7 +199,7 @@ class Runner:
         self.model.rope.reach(max(len(p.ids) for p in prompts))
         counts = [len(p.ids) - p.start for p in prompts]
         tiles, rows = prompt_tiles(counts), sum(counts)
-        key = next((count for count in _PROGRAM_ROWS if count >= rows), 0), 1 << (len(tiles) - 1).bit_length()
+        key = next((count for count in _PROGRAM_ROWS if count >= rows), 0), _filled_up(tiles)
         programmed = self.graph and self.device.type == "cuda" and key[0] and not every_row
         if programmed and key in self._prompt_steps:
             step = self._idle_step(*key)
@@ -203,15 +208,40 @@ class Runner:
             step.done.record(torch.cuda.current_stream(self.device))
             logits = step.result.clone()
         else:  # the first time, kernels are loaded on the way: those of the program, so it is filled up as well
-            size = key if programmed else (rows, len(tiles))
+            logits = self._prefill_eagerly(prompts, tiles, *(key if programmed else (rows, len(tiles))), every_row)
             if programmed:
                 self._prompt_steps[key] = []
-            inputs = torch.empty(sum(self._prompt_inputs.sizes(*size)), dtype=torch.int32)
-            self._prompt_inputs.put(inputs, prompts, tiles, *size)
-            logits = self._prompt_logits(ops.to_device(inputs, self.device), *size, every_row)
         for p in prompts:
             self.history[p.slot] = list(p.ids)
         return logits if every_row else logits[: len(prompts)]
+
+    def prepare_prompts(self, most: int) -> bool:
+        """While nobody waits for anything, do one thing that the first prompt of up to `most` tokens of some length, or
+        the second while the first is under way, would wait for: load its kernels, or capture them. False: all is done.
+        """
+        if not self.graph or self.device.type != "cuda":
+            return False
+        for rows in _PROGRAM_ROWS:
+            key = rows, _filled_up(prompt_tiles([rows]))
+            steps = self._prompt_steps.get(key)
+            if rows > most or (steps is not None and len(steps) >= 2):
+                continue
+            with self._card():
+                if steps is None:
+                    self._prefill_eagerly([], [], *key, every_row=False)
+                    self._prompt_steps[key] = []
+                else:
+                    steps.append(self._captured(*key))
+            return True
+        return False
+
+    def _prefill_eagerly(
+        self, prompts: Sequence[Prompt], tiles: Sequence[tuple[int, int]], rows: int, room: int, every_row: bool
+    ) -> Tensor:
+        """The step of so many rows and tiles, kernel by kernel."""
+        inputs = torch.empty(sum(self._prompt_inputs.sizes(rows, room)), dtype=torch.int32)
+        self._prompt_inputs.put(inputs, prompts, tiles, rows, room)
+        return self._prompt_logits(ops.to_device(inputs, self.device), rows, room, every_row)
 
     def _idle_step(self, rows: int, tiles: int) -> PromptStep:
         """A captured step whose inputs may be written. There are two where one is under way when the next is launched:

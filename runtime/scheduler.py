@@ -118,6 +118,11 @@ class Scheduler:
         self._refused: tuple[int, int, int] | None = None  # what it was like when the oldest one did not fit
         self.preemptions = 0
 
+    @property
+    def beside(self) -> int:
+        """Most tokens of prompts in a step of sequences that generate, but for a crowd's."""
+        return self._budget[1]
+
     def add(self, sequence: Sequence) -> None:
         """Enter a new sequence. Raises RequestError if it could not even run alone."""
         check_size(sequence.limit, self.pool.count, self._window)

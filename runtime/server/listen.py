@@ -75,6 +75,7 @@ def serve(llm: LLM, names: Sequence[str], listening: socket.socket, options: Opt
         warnings.warn(f"everyone who reaches {host} can use this server; ask for a key with --api-key", stacklevel=2)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are about requests of strangers
     service = Service(llm, names, options.limits)
+    llm.engine.start()
     config = configured(application(service, options.keys, options.origins))
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         return runner.run(_run(service, config, listening, options.drain_s))

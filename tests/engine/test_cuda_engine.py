@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from nibblelm import LLM, SamplingParams, convert, ops
+from nibblelm.engine import STEP_TOKENS
 from nibblelm.errors import DeviceError
 from nibblelm.executor import STEP_ROWS
 from nibblelm.memory import require_memory
@@ -262,6 +264,28 @@ def test_programs_keep_what_is_planned(demo: Path) -> None:
     planned = program_bytes(llm.config, llm.device, llm._kept_logits(128))
     print(f"programs keep {held / 2**20:.1f} MiB of {planned / 2**20:.1f} planned")
     assert 0 < held <= planned
+
+
+def test_prompts_find_their_programs_prepared(demo: Path) -> None:
+    """An engine that nobody asks anything makes what the first prompts of all lengths would wait for."""
+    llm, eager = LLM(demo, device="cuda"), LLM(demo, device="cuda", graph=False)
+    prompts = [PROMPTS[2] * count for count in (1, 2, 5, 11, 23, 40)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    want = [eager.generate(prompt, params).token_ids for prompt in prompts]
+    llm.engine.start()
+    deadline = time.monotonic() + 60
+    while not llm.engine.prepared and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert llm.engine.prepared
+    made = {key: list(steps) for key, steps in llm.runner._prompt_steps.items()}
+    assert {len(steps) for steps in made.values()} == {2}
+    assert max(made)[0] == STEP_TOKENS["cuda"][1]
+    assert [llm.generate(prompt, params).token_ids for prompt in prompts] == want
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(lambda prompt: llm.generate(prompt, params).token_ids, prompts)) == want
+    assert {key: set(map(id, llm.runner._prompt_steps[key])) for key in made} == {
+        key: set(map(id, steps)) for key, steps in made.items()
+    }
 
 
 def test_context_limit(demo: Path) -> None:
