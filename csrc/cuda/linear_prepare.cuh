@@ -26,11 +26,11 @@ static_assert(sizeof(RowScratch<3>) <= kDecodeWarps * kStripRows * sizeof(float)
 
 // What one warp does of every row: its slice, counted from `first_slice` on, and its place in the slice.
 struct WarpShare {
-  int slice, sub, subs;
+  int slice, sub, slices, subs;
   int first, last;  // columns of the slice
   __device__ __forceinline__ WarpShare(const DecodeArgs& a, int first_slice, int log) {
     const int warp = threadIdx.x / kWarp;
-    slice = warp & ((1 << log) - 1), sub = warp >> log, subs = kDecodeWarps >> log;
+    slices = 1 << log, slice = warp & (slices - 1), sub = warp >> log, subs = kDecodeWarps >> log;
     first = slice_begin(first_slice + slice, a.plan.slices_log, a.steps) * kStepK;
     last = slice_begin(first_slice + slice + 1, a.plan.slices_log, a.steps) * kStepK;
   }
@@ -197,7 +197,7 @@ __device__ __forceinline__ void put_slice_sums(const WarpShare& share, const Row
   __syncthreads();
   if (share.sub == 0 && lane < D) *to.slice_sum(share.slice, lane) = scratch.sums[share.slice * D + lane];
   if (whole && threadIdx.x == 0) {
-    to.store_total(row_total<D>(scratch.sums, 1, scratch.scales, 1, kDecodeWarps / share.subs));
+    to.store_total(row_total<D>(scratch.sums, 1, scratch.scales, 1, share.slices));
   }
 }
 
@@ -227,7 +227,7 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
   if constexpr (kScaled) {
     put_largest(largest);
     __syncthreads();
-    largest = scratch.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
+    largest = scratch.largest[(lane & share.subs - 1) * share.slices + share.slice];
     inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
   if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scratch.scales[share.slice] = scale;
@@ -266,7 +266,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
   if (R == 1 && norms && begin < last) load_gain(a, begin, gain);
   wait();
   // No more than the slices have: what lies behind belongs to other warps already.
-  if (kSummed && static_cast<int>(threadIdx.x) < kDecodeWarps / share.subs * D) slice_sums[threadIdx.x] = 0;
+  if (kSummed && static_cast<int>(threadIdx.x) < share.slices * D) slice_sums[threadIdx.x] = 0;
   Chunk<false> x[R]{};
 #pragma unroll
   for (int r = 0; r < R; ++r) {
@@ -294,7 +294,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
     largest = __reduce_max_sync(kAllLanes, largest);
     if (lane == 0) scratch.largest[warp] = largest;
     __syncthreads();
-    largest = scratch.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
+    largest = scratch.largest[(lane & share.subs - 1) * share.slices + share.slice];
     inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
   if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scratch.scales[share.slice] = scale;
