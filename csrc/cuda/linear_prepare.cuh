@@ -127,19 +127,19 @@ __device__ __forceinline__ uint32_t stage_row(const DecodeArgs& a, const WarpSha
 }
 
 // Gains of 8 columns as factors.
-__device__ __forceinline__ void load_gain(const DecodeArgs& a, int k, float (&gain)[8]) {
-  load_constant(a.gain + k, gain);
+__device__ __forceinline__ void load_gain(const DecodeArgs& a, const float* gains, int k, float (&gain)[8]) {
+  load_constant(gains + k, gain);
   if (!a.plus_one) return;
 #pragma unroll
   for (int i = 0; i < 8; ++i) gain[i] += 1.0f;
 }
 
-// As rms_norm rounds it.
+// As rms_norm rounds it, without negative zeros, to which it adds its bias.
 __device__ __forceinline__ Chunk<false> normed(const Chunk<false>& chunk, float factor, const float (&gain)[8]) {
   float v[8];
   chunk.unpack(v);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = v[i] * factor * gain[i];
+  for (int i = 0; i < 8; ++i) v[i] = fmaf(v[i] * factor, gain[i], 0.0f);
   return pack_chunk(v);
 }
 
@@ -250,9 +250,9 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
   }
 }
 
-// The same for a row of which every thread has at most 8 R activations, after an RMSNorm where there is one: they stay
-// in registers, and what does not depend on them is done before the wait for what stores them. `slice_sums` in shared
-// memory (D a slice of the block's) gets the digit sums.
+// The same for a row of which every thread has at most 8 R activations, after an RMSNorm where there is one, and one
+// before the residual is added: they stay in registers, and what does not depend on them is done before the wait for
+// what stores them. `slice_sums` in shared memory (D a slice of the block's) gets the digit sums.
 template <WeightFormat F, bool Grouped, int D, int R, class To, class Wait>
 __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, const WarpShare& share,
                                                   RowScratch<D>& scratch, const To& to, int* slice_sums, Wait wait) {
@@ -260,10 +260,11 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, begin = share.begin(), step = share.step();
   const int last = min(share.last, a.k);
   const RowSource source(a, row, begin);
-  const bool norms = a.gain != nullptr;
+  const int norms = keep((a.gain != nullptr) + (a.post_gain != nullptr));
   const float each = keep(1.0f / static_cast<float>(a.k)), eps = keep(a.eps);
-  float gain[8]{};
-  if (R == 1 && norms && begin < last) load_gain(a, begin, gain);
+  float gain[8]{}, post_gain[8]{};
+  if (R == 1 && norms > 0 && begin < last) load_gain(a, a.gain, begin, gain);
+  if (R == 1 && norms == 2 && begin < last) load_gain(a, a.post_gain, begin, post_gain);
   wait();
   // No more than the slices have: what lies behind belongs to other warps already.
   if (kSummed && static_cast<int>(threadIdx.x) < share.slices * D) slice_sums[threadIdx.x] = 0;
@@ -272,19 +273,34 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
   for (int r = 0; r < R; ++r) {
     if (begin + r * step < last) x[r] = source.load(r * step);
   }
-  if (norms) {
+  const auto norm = [&](const float* gains, float (&own)[8], float least) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float sum = norm_step_sum(squares(x[r]));
       if (begin + r * step < share.last && lane % kNormLanes == 0) scratch.steps[(begin + r * step) / kStepK] = sum;
     }
     __syncthreads();
-    const float factor = rsqrtf(norm_row_sum(scratch.steps, a.steps) * each + eps);
+    const float factor = rsqrtf(norm_row_sum(scratch.steps, a.steps) * each + least);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      if (R > 1 && begin + r * step < last) load_gain(a, begin + r * step, gain);
-      x[r] = normed(x[r], factor, gain);
+      if (R > 1 && begin + r * step < last) load_gain(a, gains, begin + r * step, own);
+      x[r] = normed(x[r], factor, own);
     }
+  };
+  if (norms > 0) {
+    if (norms == 2) [[unlikely]] {
+      Chunk<false> first{};  // asked for before the norm where registers allow
+      if (R == 1 && begin < last) first = RowSource::read(RowSource::residual_of(a, row, begin));
+      norm(a.post_gain, post_gain, a.post_eps);
+      __syncthreads();  // all have read the sums of steps that the next norm writes over
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        const int k = begin + r * step;
+        if (k < last)
+          x[r] = source.sum(x[r], R == 1 ? first : RowSource::read(RowSource::residual_of(a, row, k)), r * step);
+      }
+    }
+    norm(a.gain, gain, eps);
   }
   float inverse{1.0f}, scale{1.0f};
   if constexpr (kScaled) {
@@ -339,7 +355,7 @@ int stage_row_bytes(const DecodeArgs& a) {
 
 // One block per row, for plans whose blocks copy their part's image instead of preparing it again.
 template <WeightFormat F, bool Grouped, int D, int C>
-__global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __grid_constant__ DecodeArgs a) {
+__global__ void __launch_bounds__(kDecodeThreads, 2) linear_planes_kernel(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(16) uint8_t stage[];
   __shared__ RowScratch<D> scratch;
   const DecodePlan& p = a.plan;

@@ -10,20 +10,35 @@ from nibblelm.ops.types import PAGE, LinearStep, PackedLinear
 
 
 def norm_linear(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | None:
-    """rms_norm, linear (, swiglu of pairs) -> norm_linear."""
-    norm, *rest = nodes[:3]
+    """(rms_norm, added in) rms_norm, linear (, swiglu of pairs) -> norm_linear."""
+    first = int(_norms_what_is_added(nodes, alone))
+    norm, *rest = nodes[first : first + 3]
     if norm.op != "rms_norm" or not rest or rest[0].op != "linear" or not rest[0].reads(norm.outputs[0], "x"):
         return None
     linear, x = rest[0], norm.inputs["x"]
     weight: PackedLinear = linear.attributes["weight"]
     if x.dtype != torch.bfloat16 or x.width % 8 or x.width > MAX_NORM_COLUMNS or not alone(norm.outputs[0]):
         return None
-    count, last, gated = 2, linear, False
+    count, last, gated = first + 2, linear, False
     if rest[1:] and _gates(rest[1], linear) and alone(linear.outputs[0]):
-        count, last, gated = 3, rest[1], True
+        count, last, gated = first + 3, rest[1], True
     attributes = {"gain": norm.attributes["weight"], "eps": norm.attributes["eps"], "gated": gated}
     attributes |= {"plus_one": norm.attributes["plus_one"], **linear.attributes, "weight": weight}
-    return count, [Node("norm_linear", norm.inputs, attributes, (*last.outputs, *norm.outputs[1:]))]
+    inputs = norm.inputs
+    if first:
+        inputs = inputs | nodes[0].inputs
+        attributes["post"] = nodes[0].attributes["weight"], nodes[0].attributes["eps"]
+    return count, [Node("norm_linear", inputs, attributes, (*last.outputs, *norm.outputs[1:]))]
+
+
+def _norms_what_is_added(nodes: Sequence[Node], alone: Alone) -> bool:
+    """Whether the first node is an RMSNorm of what the second, one too, adds to its residual and nobody else reads."""
+    if len(nodes) < 2 or any(node.op != "rms_norm" for node in nodes[:2]):
+        return False
+    post, norm = nodes[:2]
+    same_form = post.attributes["plus_one"] == norm.attributes["plus_one"]
+    added = norm.reads(post.outputs[0], "x") and "residual" in norm.inputs and "residual" not in post.inputs
+    return same_form and added and alone(post.outputs[0])
 
 
 def _gates(node: Node, linear: Node) -> bool:
@@ -72,7 +87,8 @@ def linear_chain(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] 
             if steps and not goes_on:
                 break
             entry, stream = entry or residual, x if residual is None else node.outputs[1]
-            steps.append(LinearStep(a["weight"], a["bias"], a["gain"], a["eps"], a["gated"], a["plus_one"]))
+            norm = (a["gain"], a["eps"], a["gated"], a["plus_one"], a.get("post"))
+            steps.append(LinearStep(a["weight"], a["bias"], *norm))
         result = node.outputs[0]
     if len(steps) < 2 or result is None:
         return None

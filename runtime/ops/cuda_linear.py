@@ -10,7 +10,7 @@ from torch import Tensor
 from nibblelm.ops.cuda_device import DTYPES, launch_args, mma_sync, require
 from nibblelm.ops.cuda_device import kernels as _cuda
 from nibblelm.ops.cuda_upload import upload
-from nibblelm.ops.types import ActivationBits, LinearStep, PackedLinear, QuantizedWeight, Weight
+from nibblelm.ops.types import ActivationBits, LinearStep, PackedLinear, PostNorm, QuantizedWeight, Weight
 
 _FORMATS = {4: 0, 8: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 MAX_NORM_COLUMNS = 16384
@@ -161,6 +161,7 @@ class _Norm:
     h: Tensor
     plus_one: bool
     gated: bool
+    post: PostNorm | None
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,8 @@ class _Call:
             fused |= {"plus_one": norm.plus_one, "swiglu": norm.gated}
             if norm.residual is not None:
                 fused |= {"residual": norm.residual.data_ptr(), "residual_stride": norm.residual.stride(0)}
+            if norm.post is not None:
+                fused |= {"post_gain": norm.post[0].data_ptr(), "post_eps": norm.post[1]}
         return _cuda.LinearStep(
             weight=data.descriptor, x=x.data_ptr(), x_stride=x.stride(0), x_dtype=DTYPES[x.dtype], y=out.data_ptr(),
             y_stride=out.stride(0), y_dtype=DTYPES[out.dtype], bias=0 if self.bias is None else self.bias.data_ptr(),
@@ -220,27 +223,32 @@ def _norm_call(
     dtype: torch.dtype,
     plus_one: bool,
     gated: bool,
+    post: PostNorm | None,
 ) -> _Call:
     n, k = weight.shape
     rows = [x] if residual is None else [x, residual]
+    gains = [gain] if post is None else [gain, post[0]]
     aligned = all(
         t.shape == (x.shape[0], k) and t.dtype == torch.bfloat16 and t.stride(1) == 1 and t.stride(0) % 8 == 0
         and t.data_ptr() % 16 == 0
         for t in rows
     )  # fmt: skip
     pairs = weight.pairs and bias is None and dtype == x.dtype
-    if not aligned or k % 8 or k > MAX_NORM_COLUMNS or gain.data_ptr() % 16 or (gated and not pairs):
+    if not aligned or k % 8 or k > MAX_NORM_COLUMNS or (gated and not pairs):
         raise ValueError(
             f"norm_linear: x {tuple(x.shape)} {x.dtype} strides {x.stride()}, weight {weight.shape}, gated {gated}; "
             f"supported: aligned bf16 rows of a multiple of 8 up to {MAX_NORM_COLUMNS} columns, gated pairs, no bias"
         )
-    if gain.shape != (k,) or gain.dtype != torch.float32 or not gain.is_contiguous():
-        raise ValueError(f"norm_linear: gain {tuple(gain.shape)} {gain.dtype}, want contiguous ({k},) fp32")
+    for t in gains:
+        if t.shape != (k,) or t.dtype != torch.float32 or not t.is_contiguous() or t.data_ptr() % 16:
+            raise ValueError(f"norm_linear: gain {tuple(t.shape)} {t.dtype}, want aligned contiguous ({k},) fp32")
+    if post is not None and residual is None:
+        raise ValueError("norm_linear: a norm before the residual is added, and no residual; use rms_norm for both")
     out = torch.empty(x.shape[0], n // 2 if gated else n, dtype=dtype, device=x.device)
     if not gated:
         _check_linear(x, weight, bias, activation_bits, out)
     h = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _Call(x, weight, bias, out, activation_bits, _Norm(gain, eps, residual, h, plus_one, gated))
+    return _Call(x, weight, bias, out, activation_bits, _Norm(gain, eps, residual, h, plus_one, gated, post))
 
 
 def norm_linear(
@@ -255,13 +263,15 @@ def norm_linear(
     *,
     plus_one: bool = False,
     gated: bool = False,
+    post: PostNorm | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`rms_norm(x, gain, eps, residual)`, then `linear`, then, if gated, `swiglu` of pairs: their bits, one kernel.
 
     x, residual, h (M, K) bf16, gain (K,) fp32; returns (y, h): y (M, N) in `dtype` or, gated, (M, N / 2);
-    h = x + residual. ValueError where the kernel does not take the arguments.
+    h = x + residual. With `post`, `rms_norm(x, *post)` stands for x. ValueError where the kernel does not take the
+    arguments.
     """
-    call = _norm_call(x, gain, eps, residual, weight, bias, activation_bits, dtype, plus_one, gated)
+    call = _norm_call(x, gain, eps, residual, weight, bias, activation_bits, dtype, plus_one, gated, post)
     if x.shape[0] > 0:
         _launch([call])
     assert call.norm is not None
@@ -284,7 +294,7 @@ def linear_chain(
             _check_linear(x, step.weight, step.bias, activation_bits, out)
             calls.append(_Call(x, step.weight, step.bias, out, activation_bits))
         else:
-            how = (step.weight, step.bias, activation_bits, x.dtype, step.plus_one, step.gated)
+            how = (step.weight, step.bias, activation_bits, x.dtype, step.plus_one, step.gated, step.post)
             calls.append(_norm_call(x, step.gain, step.eps, residual, *how))
             residual = calls[-1].norm.h if calls[-1].norm else None
         x = calls[-1].out

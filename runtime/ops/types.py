@@ -103,6 +103,10 @@ class PackedLinear:
     pairs: bool = False
 
 
+PostNorm = tuple[Tensor, float]
+"""Gain (K,) fp32 and eps of an RMSNorm that a layer's output takes before it is added to the residual stream."""
+
+
 @dataclass(frozen=True)
 class LinearStep:
     """One step of `ops.cuda.linear_chain`: `linear`, or with a gain `norm_linear`."""
@@ -112,7 +116,8 @@ class LinearStep:
     gain: Tensor | None = None  # (K,) fp32: the residual stream takes the step's input and is normed
     eps: float = 0.0
     gated: bool = False  # with a gain: then `swiglu`
-    plus_one: bool = False  # the gain is 1 + `gain`
+    plus_one: bool = False  # gains are 1 + what is given
+    post: PostNorm | None = None  # with a gain and a residual stream
 
 
 def scheme(weight: Weight) -> tuple[object, ...]:

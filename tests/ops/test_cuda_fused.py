@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.ops import PackedLinear, QuantizedWeight, cuda
-from nibblelm.ops.types import LinearStep, Weight
+from nibblelm.ops.types import LinearStep, PostNorm, Weight
 
 USABLE, REASON = cuda.available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -52,7 +52,10 @@ def norm_linear_by_parts(
     dtype: torch.dtype = torch.bfloat16,
     plus_one: bool = False,
     gated: bool = False,
+    post: PostNorm | None = None,
 ) -> tuple[Tensor, Tensor]:
+    if post is not None:
+        x = ops.rms_norm(x, *post, None, plus_one)[0]
     normed, h = ops.rms_norm(x, gain, EPS, residual, plus_one)
     y = ops.linear(normed, weight, bias, dtype=dtype)
     return (ops.swiglu(y, weight.pairs) if gated else y), h
@@ -63,7 +66,8 @@ def chain_by_parts(x: Tensor, residual: Tensor | None, steps: list[LinearStep]) 
         if s.gain is None:
             x = ops.linear(x, s.weight, s.bias)
         else:
-            x, residual = norm_linear_by_parts(x, s.gain, residual, s.weight, s.bias, x.dtype, s.plus_one, s.gated)
+            how = (s.weight, s.bias, x.dtype, s.plus_one, s.gated, s.post)
+            x, residual = norm_linear_by_parts(x, s.gain, residual, *how)
     return x, residual
 
 
@@ -81,26 +85,50 @@ def test_norm_linear_has_the_bits_of_its_parts(kind: tuple[int, int | torch.dtyp
     assert weight.pairs == gated
     gain = (torch.rand(k, generator=torch.Generator().manual_seed(5)) + 0.5).to(DEVICE)
     bias = None if gated else torch.randn(160, device=DEVICE)
+    post = (torch.randn(k, generator=torch.Generator().manual_seed(6)).to(DEVICE), 1e-2)
     for m in (1, 2, 5, 8, 9, 16, 17, 70):
         x, residual = rows(m, k, m), rows(m, k, m + 100)
-        for added, plus_one in ((residual, False), (None, True)):
-            want = norm_linear_by_parts(x, gain, added, weight, bias, plus_one=plus_one, gated=gated)
-            got = cuda.norm_linear(x, gain, EPS, weight, added, bias, plus_one=plus_one, gated=gated)
+        for added, plus_one, first in ((residual, False, None), (None, True, None), (residual, True, post)):
+            want = norm_linear_by_parts(x, gain, added, weight, bias, plus_one=plus_one, gated=gated, post=first)
+            got = cuda.norm_linear(x, gain, EPS, weight, added, bias, plus_one=plus_one, gated=gated, post=first)
             assert want[0].isfinite().all()
             assert torch.equal(got[0], want[0])
             assert torch.equal(got[1], want[1])
-            assert torch.equal(want[1], x if added is None else (x.float() + added.float()).bfloat16())
+            if first is None:
+                assert torch.equal(want[1], x if added is None else (x.float() + added.float()).bfloat16())
 
 
-def chain_steps(kind: tuple[int, int | torch.dtype], hidden: int, inner: int, heads: int) -> list[LinearStep]:
-    """What stands between two attentions: o, gate/up, down, q/k/v."""
-    gain = [(torch.rand(hidden, generator=torch.Generator().manual_seed(i)) + 0.5).to(DEVICE) for i in range(2)]
+def float64_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(1, keepdim=True) + eps).sqrt() * gain.double()
+
+
+@pytest.mark.parametrize("m", [1, 5, 33])
+def test_a_norm_before_the_sum_is_near_float64(m: int) -> None:
+    """h and, as an identity's product shows it, norm(h): each rounds to bf16 once or twice, 2^-9 of it each time."""
+    k = 520
+    weight = ops.pack_linear([torch.eye(k).bfloat16()], DEVICE)
+    generator = torch.Generator().manual_seed(m)
+    gain, own = ((torch.rand(k, generator=generator) + 0.5).to(DEVICE) for _ in range(2))
+    x, residual = rows(m, k, m), rows(m, k, m + 100)
+    y, h = cuda.norm_linear(x, gain, EPS, weight, residual, post=(own, 0.5))
+    post = float64_norm(x.double(), own, 0.5)
+    total = residual.double() + post
+    assert ((h.double() - total).abs() <= 2.0**-8 * (post.abs() + total.abs())).all()
+    assert ((y.double() - float64_norm(h.double(), gain, EPS)).abs() <= 2.0**-8 * y.double().abs() + 1e-30).all()
+
+
+def chain_steps(
+    kind: tuple[int, int | torch.dtype], hidden: int, inner: int, heads: int, norms: int = 1
+) -> list[LinearStep]:
+    """What stands between two attentions: o, gate/up, down, q/k/v; with one norm or two before each other one."""
+    gain = [(torch.rand(hidden, generator=torch.Generator().manual_seed(i)) + 0.5).to(DEVICE) for i in range(4)]
+    post = [(g, 0.1) if norms == 2 else None for g in gain[2:]]
     bias = torch.randn(heads + 64, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     return [
         LinearStep(packed(hidden, heads, kind, False, 1)),
-        LinearStep(packed(2 * inner, hidden, kind, True, 2), None, gain[0], EPS, gated=True),
+        LinearStep(packed(2 * inner, hidden, kind, True, 2), None, gain[0], EPS, gated=True, post=post[0]),
         LinearStep(packed(hidden, inner, kind, False, 3)),
-        LinearStep(packed(heads + 64, hidden, kind, False, 4), bias, gain[1], EPS),
+        LinearStep(packed(heads + 64, hidden, kind, False, 4), bias, gain[1], EPS, post=post[1]),
     ]
 
 
@@ -117,15 +145,19 @@ CHAINS = [
     (2048, 8192, 2048),
     (4096, 14336, 4096),
     (520, 5120, 512),
+    (5120, 1024, 512),  # the norms' rows take several rounds
 ]
 
 
 @pytest.mark.parametrize("sizes", CHAINS, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_chain_has_the_bits_of_its_steps(kind: tuple[int, int | torch.dtype], sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("norms", [1, 2])
+def test_chain_has_the_bits_of_its_steps(
+    kind: tuple[int, int | torch.dtype], sizes: tuple[int, int, int], norms: int
+) -> None:
     if not all(_divides(kind, k) for k in sizes):
         kind = (kind[0], -1)
-    steps = chain_steps(kind, *sizes)
+    steps = chain_steps(kind, *sizes, norms)
     for m in (1, 3, 40):
         x, residual = rows(m, sizes[2], m), rows(m, sizes[0], m + 100)
         want = chain_by_parts(x, residual, steps)
@@ -183,6 +215,10 @@ def test_what_has_no_kernel_is_refused() -> None:
     for pairs, bias in ((True, torch.zeros(64, device=DEVICE)), (False, None)):
         with pytest.raises(ValueError, match="gated pairs, no bias"):
             cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), pairs), None, bias, gated=True)
+    with pytest.raises(ValueError, match="no residual"):
+        cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), False), post=(gain, EPS))
+    with pytest.raises(ValueError, match=r"gain \(172,\)"):
+        cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), False), x, post=(gain[:172], EPS))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -214,7 +250,8 @@ def test_parts_that_do_not_pair_stay_apart() -> None:
 def test_small_fused_case(kind: tuple[int, int | torch.dtype], m: int) -> None:
     weight, gain = packed(48, 128, kind, pairs=True), torch.ones(128, device=DEVICE)
     x, residual = rows(m, 128, 1), rows(m, 128, 2)
-    want = norm_linear_by_parts(x, gain, residual, weight, gated=True)
-    got = cuda.norm_linear(x, gain, EPS, weight, residual, gated=True)
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(got[1], want[1])
+    for post in (None, (gain * 0.5, EPS)):
+        want = norm_linear_by_parts(x, gain, residual, weight, gated=True, post=post)
+        got = cuda.norm_linear(x, gain, EPS, weight, residual, gated=True, post=post)
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
