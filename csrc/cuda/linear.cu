@@ -128,10 +128,10 @@ DecodeArgs decode_args(const LinearStep& step) {
   if (args.post_gain != nullptr && (args.gain == nullptr || args.residual == nullptr)) {
     throw std::invalid_argument(describe(w, planes, args.m) + ": a post_gain takes a residual and a gain");
   }
-  if (args.swiglu && w.n % kStripRows != 0) {
-    throw std::invalid_argument(describe(w, planes, args.m) + ": swiglu takes pairs of 8 rows");
+  if (args.gate != Gate::none && w.n % kStripRows != 0) {
+    throw std::invalid_argument(describe(w, planes, args.m) + ": a gate takes pairs of 8 rows");
   }
-  a.swiglu = args.swiglu;
+  a.gate = args.gate;
   return a;
 }
 

@@ -15,6 +15,9 @@ inline const char* name(WeightFormat format) {
   return kNames[static_cast<int>(format)];
 }
 
+// What comes after a product whose rows are 8 of a gate and their 8 of up, in turn.
+enum class Gate : uint8_t { none = 0, silu = 1, gelu_tanh = 2 };
+
 constexpr int kStripRows{16};  // rows of one tensor-core tile
 constexpr int kStepK{128};     // K is cut in steps: the largest group, and a multiple of every tile
 constexpr int kMaxDecodeRows{16};
@@ -92,8 +95,7 @@ struct LinearArgs {
   int64_t residual_stride;
   float eps, post_eps;
   bool plus_one;  // of both gains
-  // After: of strips with 8 gate rows and their 8 up rows, y (m, n / 2) gets silu(gate) * up, as the separate op does.
-  bool swiglu;
+  Gate gate;      // with one y (m, n / 2) gets silu(gate) * up, or gelu's, as the separate op does
 };
 
 // y = x W^T + b. Every row's bits are the same whatever m is.

@@ -50,7 +50,8 @@ struct DecodeArgs {
   void* h;
   int64_t residual_stride;
   float eps;
-  bool plus_one, swiglu;
+  bool plus_one;
+  Gate gate;
   DecodePlan plan;
   const float* post_gain;  // null: no norm of x before the residual is added
   float post_eps;

@@ -353,7 +353,8 @@ int stage_row_bytes(const DecodeArgs& a) {
   return kFloatActivations<F, D> || in_registers ? 0 : 2 * kStepK * a.steps;
 }
 
-// One block per row, for plans whose blocks copy their part's image instead of preparing it again.
+// One block per row, for plans whose blocks copy their part's image instead of preparing it again. It fits beside a
+// block of the kernel ahead.
 template <WeightFormat F, bool Grouped, int D, int C>
 __global__ void __launch_bounds__(kDecodeThreads, 2) linear_planes_kernel(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(16) uint8_t stage[];

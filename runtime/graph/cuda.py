@@ -1,16 +1,17 @@
 """What CUDA runs together: kernels that take bf16 activations, chosen by shapes alone."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 
 from nibblelm.graph import Alone, Node, Rule, add_norm
 from nibblelm.ops.cuda_linear import MAX_NORM_COLUMNS
-from nibblelm.ops.types import PAGE, LinearStep, PackedLinear
+from nibblelm.ops.types import PAGE, Gate, LinearStep, PackedLinear
 
 
 def norm_linear(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | None:
-    """(rms_norm, added in) rms_norm, linear (, swiglu of pairs) -> norm_linear."""
+    """(rms_norm, added in) rms_norm, linear (, swiglu or geglu of pairs) -> norm_linear."""
     first = int(_norms_what_is_added(nodes, alone))
     norm, *rest = nodes[first : first + 3]
     if norm.op != "rms_norm" or not rest or rest[0].op != "linear" or not rest[0].reads(norm.outputs[0], "x"):
@@ -19,10 +20,10 @@ def norm_linear(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] |
     weight: PackedLinear = linear.attributes["weight"]
     if x.dtype != torch.bfloat16 or x.width % 8 or x.width > MAX_NORM_COLUMNS or not alone(norm.outputs[0]):
         return None
-    count, last, gated = first + 2, linear, False
-    if rest[1:] and _gates(rest[1], linear) and alone(linear.outputs[0]):
-        count, last, gated = first + 3, rest[1], True
-    attributes = {"gain": norm.attributes["weight"], "eps": norm.attributes["eps"], "gated": gated}
+    count, last, gate = first + 2, linear, _gate(rest[1], linear) if rest[1:] and alone(linear.outputs[0]) else None
+    if gate:
+        count, last = count + 1, rest[1]
+    attributes = {"gain": norm.attributes["weight"], "eps": norm.attributes["eps"], "gate": gate}
     attributes |= {"plus_one": norm.attributes["plus_one"], **linear.attributes, "weight": weight}
     inputs = norm.inputs
     if first:
@@ -41,10 +42,13 @@ def _norms_what_is_added(nodes: Sequence[Node], alone: Alone) -> bool:
     return same_form and added and alone(post.outputs[0])
 
 
-def _gates(node: Node, linear: Node) -> bool:
-    """Whether `node` is the swiglu that a linear's kernel can end with."""
-    paired = node.op == "swiglu" and node.attributes["pairs"] and node.reads(linear.outputs[0], "gate_up")
-    return paired and linear.attributes["bias"] is None and linear.attributes["dtype"] == torch.bfloat16
+def _gate(node: Node, linear: Node) -> Gate | None:
+    """The gate that `node` is, if a linear's kernel can end with it."""
+    if node.op not in {"swiglu", "geglu"} or not node.attributes["pairs"]:
+        return None
+    form = node.attributes.get("form", "silu")
+    plain = linear.attributes["bias"] is None and linear.attributes["dtype"] == torch.bfloat16
+    return form if plain and form in get_args(Gate) and node.reads(linear.outputs[0], "gate_up") else None
 
 
 def rope_attention(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | None:
@@ -87,7 +91,7 @@ def linear_chain(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] 
             if steps and not goes_on:
                 break
             entry, stream = entry or residual, x if residual is None else node.outputs[1]
-            norm = (a["gain"], a["eps"], a["gated"], a["plus_one"], a.get("post"))
+            norm = (a["gain"], a["eps"], a["gate"], a["plus_one"], a.get("post"))
             steps.append(LinearStep(a["weight"], a["bias"], *norm))
         result = node.outputs[0]
     if len(steps) < 2 or result is None:

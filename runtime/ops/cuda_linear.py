@@ -10,9 +10,10 @@ from torch import Tensor
 from nibblelm.ops.cuda_device import DTYPES, launch_args, mma_sync, require
 from nibblelm.ops.cuda_device import kernels as _cuda
 from nibblelm.ops.cuda_upload import upload
-from nibblelm.ops.types import ActivationBits, LinearStep, PackedLinear, PostNorm, QuantizedWeight, Weight
+from nibblelm.ops.types import ActivationBits, Gate, LinearStep, PackedLinear, PostNorm, QuantizedWeight, Weight
 
 _FORMATS = {4: 0, 8: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
+_GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "tanh": 2}  # `Gate` in csrc/cuda/linear.h
 MAX_NORM_COLUMNS = 16384
 """Of rows that `norm_linear` takes; csrc/cuda/linear.h refuses more too."""
 _MOST_COLUMNS = 1 << 16  # 255 x 127 x 65,536 is the largest sum of codes by digits below 2^31
@@ -153,14 +154,14 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits
 
 @dataclass(frozen=True)
 class _Norm:
-    """What comes before a linear, and whether swiglu comes after it."""
+    """What comes before a linear, and the gate that comes after it."""
 
     gain: Tensor
     eps: float
     residual: Tensor | None
     h: Tensor
     plus_one: bool
-    gated: bool
+    gate: Gate | None
     post: PostNorm | None
 
 
@@ -185,7 +186,7 @@ class _Call:
         fused: dict[str, Any] = {}
         if norm is not None:
             fused = {"gain": norm.gain.data_ptr(), "h": norm.h.data_ptr(), "eps": norm.eps}
-            fused |= {"plus_one": norm.plus_one, "swiglu": norm.gated}
+            fused |= {"plus_one": norm.plus_one, "gate": _GATES[norm.gate]}
             if norm.residual is not None:
                 fused |= {"residual": norm.residual.data_ptr(), "residual_stride": norm.residual.stride(0)}
             if norm.post is not None:
@@ -222,7 +223,7 @@ def _norm_call(
     activation_bits: int,
     dtype: torch.dtype,
     plus_one: bool,
-    gated: bool,
+    gate: Gate | None,
     post: PostNorm | None,
 ) -> _Call:
     n, k = weight.shape
@@ -234,21 +235,21 @@ def _norm_call(
         for t in rows
     )  # fmt: skip
     pairs = weight.pairs and bias is None and dtype == x.dtype
-    if not aligned or k % 8 or k > MAX_NORM_COLUMNS or (gated and not pairs):
+    if not aligned or k % 8 or k > MAX_NORM_COLUMNS or (gate and not pairs):
         raise ValueError(
-            f"norm_linear: x {tuple(x.shape)} {x.dtype} strides {x.stride()}, weight {weight.shape}, gated {gated}; "
-            f"supported: aligned bf16 rows of a multiple of 8 up to {MAX_NORM_COLUMNS} columns, gated pairs, no bias"
+            f"norm_linear: x {tuple(x.shape)} {x.dtype} strides {x.stride()}, weight {weight.shape}, gate {gate}; "
+            f"supported: aligned bf16 rows of a multiple of 8 up to {MAX_NORM_COLUMNS} columns, gates in pairs, no bias"
         )
     for t in gains:
         if t.shape != (k,) or t.dtype != torch.float32 or not t.is_contiguous() or t.data_ptr() % 16:
             raise ValueError(f"norm_linear: gain {tuple(t.shape)} {t.dtype}, want aligned contiguous ({k},) fp32")
     if post is not None and residual is None:
         raise ValueError("norm_linear: a norm before the residual is added, and no residual; use rms_norm for both")
-    out = torch.empty(x.shape[0], n // 2 if gated else n, dtype=dtype, device=x.device)
-    if not gated:
+    out = torch.empty(x.shape[0], n // 2 if gate else n, dtype=dtype, device=x.device)
+    if not gate:
         _check_linear(x, weight, bias, activation_bits, out)
     h = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _Call(x, weight, bias, out, activation_bits, _Norm(gain, eps, residual, h, plus_one, gated, post))
+    return _Call(x, weight, bias, out, activation_bits, _Norm(gain, eps, residual, h, plus_one, gate, post))
 
 
 def norm_linear(
@@ -262,16 +263,16 @@ def norm_linear(
     dtype: torch.dtype = torch.bfloat16,
     *,
     plus_one: bool = False,
-    gated: bool = False,
+    gate: Gate | None = None,
     post: PostNorm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm(x, gain, eps, residual)`, then `linear`, then, if gated, `swiglu` of pairs: their bits, one kernel.
+    """`rms_norm(x, gain, eps, residual)`, then `linear`, then `swiglu` or `geglu` of pairs: their bits, one kernel.
 
-    x, residual, h (M, K) bf16, gain (K,) fp32; returns (y, h): y (M, N) in `dtype` or, gated, (M, N / 2);
+    x, residual, h (M, K) bf16, gain (K,) fp32; returns (y, h): y (M, N) in `dtype` or, with a gate, (M, N / 2);
     h = x + residual. With `post`, `rms_norm(x, *post)` stands for x. ValueError where the kernel does not take the
     arguments.
     """
-    call = _norm_call(x, gain, eps, residual, weight, bias, activation_bits, dtype, plus_one, gated, post)
+    call = _norm_call(x, gain, eps, residual, weight, bias, activation_bits, dtype, plus_one, gate, post)
     if x.shape[0] > 0:
         _launch([call])
     assert call.norm is not None
@@ -294,7 +295,7 @@ def linear_chain(
             _check_linear(x, step.weight, step.bias, activation_bits, out)
             calls.append(_Call(x, step.weight, step.bias, out, activation_bits))
         else:
-            how = (step.weight, step.bias, activation_bits, x.dtype, step.plus_one, step.gated, step.post)
+            how = (step.weight, step.bias, activation_bits, x.dtype, step.plus_one, step.gate, step.post)
             calls.append(_norm_call(x, step.gain, step.eps, residual, *how))
             residual = calls[-1].norm.h if calls[-1].norm else None
         x = calls[-1].out

@@ -103,6 +103,9 @@ class PackedLinear:
     pairs: bool = False
 
 
+Gate = Literal["silu", "tanh"]
+"""What a linear of a gate and its up, in pairs, may end with: `swiglu`, or `geglu` of that form."""
+
 PostNorm = tuple[Tensor, float]
 """Gain (K,) fp32 and eps of an RMSNorm that a layer's output takes before it is added to the residual stream."""
 
@@ -115,7 +118,7 @@ class LinearStep:
     bias: Tensor | None = None
     gain: Tensor | None = None  # (K,) fp32: the residual stream takes the step's input and is normed
     eps: float = 0.0
-    gated: bool = False  # with a gain: then `swiglu`
+    gate: Gate | None = None  # with a gain
     plus_one: bool = False  # gains are 1 + what is given
     post: PostNorm | None = None  # with a gain and a residual stream
 

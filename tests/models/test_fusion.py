@@ -142,20 +142,20 @@ def step_of(
 
 
 def names(graph: Graph) -> list[str]:
-    """The ops in their order; of a chain its modules, with their norm and swiglu."""
+    """The ops in their order; of a chain its modules, with their norms and gate."""
 
-    def step(weight: PackedLinear, gain: Tensor | None, gated: bool, post: PostNorm | None) -> str:
+    def step(weight: PackedLinear, gain: Tensor | None, gate: str | None, post: PostNorm | None) -> str:
         last = "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in weight.data)
         first = "" if gain is None else "norm+" if post is None else "norm+norm+"
-        return first + last + ("+swiglu" if gated else "")
+        return first + last + {None: "", "silu": "+swiglu", "tanh": "+geglu"}[gate]
 
     found = []
     for node in graph.nodes:
         a = node.attributes
         if node.op == "linear_chain":
-            found.append(" > ".join(step(s.weight, s.gain, s.gated, s.post) for s in a["steps"]))
+            found.append(" > ".join(step(s.weight, s.gain, s.gate, s.post) for s in a["steps"]))
         elif node.op in {"linear", "norm_linear"}:
-            found.append(step(a["weight"], a.get("gain"), a.get("gated", False), a.get("post")))
+            found.append(step(a["weight"], a.get("gain"), a.get("gate"), a.get("post")))
         elif node.op != "heads":
             found.append(node.op)
     return found
@@ -164,13 +164,14 @@ def names(graph: Graph) -> list[str]:
 BETWEEN = "o > norm+gate/up+swiglu > down"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
 def test_a_decode_step_runs_one_kernel_between_attentions(model_type: str) -> None:
     """The launches that the recorded speed was measured with; as many with an int8 cache."""
+    between = BETWEEN.replace("swiglu", "geglu") if model_type == "gemma" else BETWEEN
     for kv_dtype in (BF16, torch.int8):
         assert names(fused(step_of(raw_config(model_type), ShapesOnly(), kv_dtype=kv_dtype))) == [
-            "embedding", "norm+q/k/v", "rope_attention", f"{BETWEEN} > norm+q/k/v", "rope_attention",
-            f"{BETWEEN} > norm+q/k/v", "rope_attention", BETWEEN, "norm+lm_head",
+            "embedding", "norm+q/k/v", "rope_attention", f"{between} > norm+q/k/v", "rope_attention",
+            f"{between} > norm+q/k/v", "rope_attention", between, "norm+lm_head",
         ]  # fmt: skip
 
 
@@ -183,9 +184,10 @@ def test_norms_on_both_sides() -> None:
     ]  # fmt: skip
     for model_type, last in (("gemma2", ["softcap"]), ("gemma3_text", [])):
         attention = ["rope_append", "attention"] if model_type == "gemma2" else ["rope_attention"]
-        layer = [*attention, "o > norm+norm+gate/up", "geglu"]
+        between = "o > norm+norm+gate/up+geglu > down"
         assert names(fused(step_of(raw_config(model_type, num_hidden_layers=2), ShapesOnly()))) == [
-            "embedding", "norm+q/k/v", *layer, "down > norm+norm+q/k/v", *layer, "down", "norm+norm+lm_head", *last
+            "embedding", "norm+q/k/v", *attention, f"{between} > norm+norm+q/k/v", *attention, between,
+            "norm+norm+lm_head", *last,
         ]  # fmt: skip
 
 

@@ -44,9 +44,10 @@ def parts_in_float64() -> dict[str, Any]:
         h = x if residual is None else x + residual
         return h / (h.square().mean(-1, keepdim=True) + eps).sqrt() * (weight + plus_one), h
 
-    def swiglu(gate_up: Tensor, pairs: bool) -> Tensor:
+    def gated(gate_up: Tensor, pairs: bool, form: str = "silu") -> Tensor:
         gate, up = gate_up.unflatten(1, (-1, 2, 8)).unbind(2) if pairs else gate_up.chunk(2, 1)
-        return (torch.nn.functional.silu(gate) * up).flatten(1)
+        act = torch.nn.functional.silu(gate) if form == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
+        return (act * up).flatten(1)
 
     def norm_linear(
         x: Tensor,
@@ -54,7 +55,7 @@ def parts_in_float64() -> dict[str, Any]:
         eps: float,
         weight: PackedLinear,
         plus_one: bool,
-        gated: bool,
+        gate: str | None,
         residual: Tensor | None = None,
         bias: Tensor | None = None,
         post: PostNorm | None = None,
@@ -63,14 +64,14 @@ def parts_in_float64() -> dict[str, Any]:
         x = x if post is None else rms_norm(x, *post, plus_one)[0]
         normed, h = rms_norm(x, gain, eps, plus_one, residual)
         y = linear(normed, weight, bias)
-        return (swiglu(y, True) if gated else y), h
+        return (gated(y, True, gate) if gate else y), h
 
     def linear_chain(x: Tensor, steps: Sequence[LinearStep], residual: Tensor | None = None, **_: Any) -> Any:
         for s in steps:
             if s.gain is None:
                 x = linear(x, s.weight, s.bias)
             else:
-                how = (s.gain, s.eps, s.weight, s.plus_one, s.gated, residual, s.bias, s.post)
+                how = (s.gain, s.eps, s.weight, s.plus_one, s.gate, residual, s.bias, s.post)
                 x, residual = norm_linear(x, *how)
         return x, residual
 
@@ -82,9 +83,9 @@ def parts_in_float64() -> dict[str, Any]:
         "append": lambda q, k, v, **_: q + k.mean() * v.mean(),
         "attention": lambda q, **_: q.tanh(),
         "add": lambda x, y: x + y,
-        "geglu": lambda gate_up, **_: gate_up.chunk(2, 1)[0].sigmoid() * gate_up.chunk(2, 1)[1],
         "softcap": lambda x, cap: cap * (x / cap).tanh(),
-        **{f.__name__: f for f in (linear, rms_norm, swiglu, norm_linear, linear_chain)},
+        **{"swiglu": gated, "geglu": gated, "linear": linear, "rms_norm": rms_norm},
+        **{"norm_linear": norm_linear, "linear_chain": linear_chain},
     }
 
 

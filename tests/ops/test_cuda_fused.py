@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.ops import PackedLinear, QuantizedWeight, cuda
-from nibblelm.ops.types import LinearStep, PostNorm, Weight
+from nibblelm.ops.types import Gate, LinearStep, PostNorm, Weight
 
 USABLE, REASON = cuda.available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -51,14 +51,16 @@ def norm_linear_by_parts(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     plus_one: bool = False,
-    gated: bool = False,
+    gate: Gate | None = None,
     post: PostNorm | None = None,
 ) -> tuple[Tensor, Tensor]:
     if post is not None:
         x = ops.rms_norm(x, *post, None, plus_one)[0]
     normed, h = ops.rms_norm(x, gain, EPS, residual, plus_one)
     y = ops.linear(normed, weight, bias, dtype=dtype)
-    return (ops.swiglu(y, weight.pairs) if gated else y), h
+    if gate is not None:
+        y = ops.swiglu(y, weight.pairs) if gate == "silu" else ops.geglu(y, "tanh", weight.pairs)
+    return y, h
 
 
 def chain_by_parts(x: Tensor, residual: Tensor | None, steps: list[LinearStep]) -> tuple[Tensor, Tensor | None]:
@@ -66,7 +68,7 @@ def chain_by_parts(x: Tensor, residual: Tensor | None, steps: list[LinearStep]) 
         if s.gain is None:
             x = ops.linear(x, s.weight, s.bias)
         else:
-            how = (s.weight, s.bias, x.dtype, s.plus_one, s.gated, s.post)
+            how = (s.weight, s.bias, x.dtype, s.plus_one, s.gate, s.post)
             x, residual = norm_linear_by_parts(x, s.gain, residual, *how)
     return x, residual
 
@@ -79,18 +81,18 @@ SIZES = [(kind, k) for kind in KINDS for k in (64, 520, 896, 2048, 4096, 5120, 1
 
 
 @pytest.mark.parametrize(("kind", "k"), SIZES, ids=str)
-@pytest.mark.parametrize("gated", [False, True])
-def test_norm_linear_has_the_bits_of_its_parts(kind: tuple[int, int | torch.dtype], k: int, gated: bool) -> None:
-    weight = packed(160, k, kind, pairs=gated)
-    assert weight.pairs == gated
+@pytest.mark.parametrize("gate", [None, "silu", "tanh"])
+def test_norm_linear_has_the_bits_of_its_parts(kind: tuple[int, int | torch.dtype], k: int, gate: Gate | None) -> None:
+    weight = packed(160, k, kind, pairs=gate is not None)
+    assert weight.pairs == (gate is not None)
     gain = (torch.rand(k, generator=torch.Generator().manual_seed(5)) + 0.5).to(DEVICE)
-    bias = None if gated else torch.randn(160, device=DEVICE)
+    bias = None if gate else torch.randn(160, device=DEVICE)
     post = (torch.randn(k, generator=torch.Generator().manual_seed(6)).to(DEVICE), 1e-2)
     for m in (1, 2, 5, 8, 9, 16, 17, 70):
         x, residual = rows(m, k, m), rows(m, k, m + 100)
         for added, plus_one, first in ((residual, False, None), (None, True, None), (residual, True, post)):
-            want = norm_linear_by_parts(x, gain, added, weight, bias, plus_one=plus_one, gated=gated, post=first)
-            got = cuda.norm_linear(x, gain, EPS, weight, added, bias, plus_one=plus_one, gated=gated, post=first)
+            want = norm_linear_by_parts(x, gain, added, weight, bias, plus_one=plus_one, gate=gate, post=first)
+            got = cuda.norm_linear(x, gain, EPS, weight, added, bias, plus_one=plus_one, gate=gate, post=first)
             assert want[0].isfinite().all()
             assert torch.equal(got[0], want[0])
             assert torch.equal(got[1], want[1])
@@ -123,10 +125,11 @@ def chain_steps(
     """What stands between two attentions: o, gate/up, down, q/k/v; with one norm or two before each other one."""
     gain = [(torch.rand(hidden, generator=torch.Generator().manual_seed(i)) + 0.5).to(DEVICE) for i in range(4)]
     post = [(g, 0.1) if norms == 2 else None for g in gain[2:]]
+    gate: Gate = "tanh" if norms == 2 else "silu"
     bias = torch.randn(heads + 64, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     return [
         LinearStep(packed(hidden, heads, kind, False, 1)),
-        LinearStep(packed(2 * inner, hidden, kind, True, 2), None, gain[0], EPS, gated=True, post=post[0]),
+        LinearStep(packed(2 * inner, hidden, kind, True, 2), None, gain[0], EPS, gate, post=post[0]),
         LinearStep(packed(hidden, inner, kind, False, 3)),
         LinearStep(packed(heads + 64, hidden, kind, False, 4), bias, gain[1], EPS, post=post[1]),
     ]
@@ -210,11 +213,11 @@ def test_what_has_no_kernel_is_refused() -> None:
     weight, gain = packed(64, 172, (8, -1), pairs=True), torch.ones(172, device=DEVICE)
     for x in (rows(2, 172, 1).float(), rows(2, 172, 1), rows(40, 172, 1)):
         with pytest.raises(ValueError, match=r"norm_linear: x \(.*172\).*multiple of 8"):
-            cuda.norm_linear(x, gain, EPS, weight, gated=True)
+            cuda.norm_linear(x, gain, EPS, weight, gate="silu")
     gain, x = torch.ones(176, device=DEVICE), rows(2, 176, 1)
     for pairs, bias in ((True, torch.zeros(64, device=DEVICE)), (False, None)):
-        with pytest.raises(ValueError, match="gated pairs, no bias"):
-            cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), pairs), None, bias, gated=True)
+        with pytest.raises(ValueError, match="gates in pairs, no bias"):
+            cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), pairs), None, bias, gate="silu")
     with pytest.raises(ValueError, match="no residual"):
         cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), False), post=(gain, EPS))
     with pytest.raises(ValueError, match=r"gain \(172,\)"):
@@ -232,6 +235,7 @@ def test_pairs_are_the_same_gate_and_up(kind: tuple[int, int | torch.dtype], dty
         order = torch.arange(176).view(2, 11, 8).transpose(0, 1).flatten().to(DEVICE)
         assert torch.equal(got, want[:, order])
         assert torch.equal(ops.swiglu(got, pairs=True), ops.swiglu(want))
+        assert torch.equal(ops.geglu(got, "tanh", pairs=True), ops.geglu(want, "tanh"))
         gate, up = want.double().chunk(2, 1)
         truth = torch.nn.functional.silu(gate) * up
         found = ops.swiglu(got, pairs=True).double()
@@ -250,8 +254,9 @@ def test_parts_that_do_not_pair_stay_apart() -> None:
 def test_small_fused_case(kind: tuple[int, int | torch.dtype], m: int) -> None:
     weight, gain = packed(48, 128, kind, pairs=True), torch.ones(128, device=DEVICE)
     x, residual = rows(m, 128, 1), rows(m, 128, 2)
-    for post in (None, (gain * 0.5, EPS)):
-        want = norm_linear_by_parts(x, gain, residual, weight, gated=True, post=post)
-        got = cuda.norm_linear(x, gain, EPS, weight, residual, gated=True, post=post)
+    cases: list[tuple[PostNorm | None, Gate]] = [(None, "silu"), ((gain * 0.5, EPS), "tanh")]
+    for post, gate in cases:
+        want = norm_linear_by_parts(x, gain, residual, weight, gate=gate, post=post)
+        got = cuda.norm_linear(x, gain, EPS, weight, residual, gate=gate, post=post)
         assert torch.equal(got[0], want[0])
         assert torch.equal(got[1], want[1])
