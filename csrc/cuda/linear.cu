@@ -131,7 +131,8 @@ DecodeArgs decode_args(const LinearStep& step) {
   if (args.gate != Gate::none && w.n % kStripRows != 0) {
     throw std::invalid_argument(describe(w, planes, args.m) + ": a gate takes pairs of 8 rows");
   }
-  a.gate = args.gate;
+  a.gated = args.gate != Gate::none;
+  a.gelu = args.gate == Gate::gelu_tanh;
   return a;
 }
 

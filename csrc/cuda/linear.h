@@ -16,7 +16,7 @@ inline const char* name(WeightFormat format) {
 }
 
 // What comes after a product whose rows are 8 of a gate and their 8 of up, in turn.
-enum class Gate : uint8_t { none = 0, silu = 1, gelu_tanh = 2 };
+enum class Gate : int { none = 0, silu = 1, gelu_tanh = 2 };
 
 constexpr int kStripRows{16};  // rows of one tensor-core tile
 constexpr int kStepK{128};     // K is cut in steps: the largest group, and a multiple of every tile

@@ -50,11 +50,12 @@ struct DecodeArgs {
   void* h;
   int64_t residual_stride;
   float eps;
-  bool plus_one;
-  Gate gate;
+  bool plus_one, gated;
   DecodePlan plan;
+  // Last, since registers of kernels that take more rows follow where the rest is.
   const float* post_gain;  // null: no norm of x before the residual is added
   float post_eps;
+  bool gelu;  // gates with it, else with silu
 };
 
 // What the kernel for more rows is launched with.
