@@ -111,7 +111,7 @@ DecodeArgs decode_args(const LinearStep& step) {
     a.pitch_bytes = w.pitch * (w.format == WeightFormat::f32 ? 4 : 2);
     a.stages = static_cast<int>((a.pitch_bytes + 127) / 128);
   }
-  if (args.gain != nullptr) {
+  if (args.gain != nullptr || args.post_gain != nullptr) {
     const bool aligned = a.x_aligned && aligned16(args.residual, args.residual_stride * 2) && aligned16(args.gain, 0) &&
                          aligned16(args.post_gain, 0);
     if (args.x_dtype == DType::f32 || !aligned || w.k > kMaxNormColumns) {
@@ -125,8 +125,8 @@ DecodeArgs decode_args(const LinearStep& step) {
     a.plus_one = args.plus_one;
     a.residual_stride = args.residual_stride;
   }
-  if (args.post_gain != nullptr && (args.gain == nullptr || args.residual == nullptr)) {
-    throw std::invalid_argument(describe(w, planes, args.m) + ": a post_gain takes a residual and a gain");
+  if (args.post_gain != nullptr && args.residual == nullptr) {
+    throw std::invalid_argument(describe(w, planes, args.m) + ": a post_gain takes a residual");
   }
   if (args.gate != Gate::none && w.n % kStripRows != 0) {
     throw std::invalid_argument(describe(w, planes, args.m) + ": a gate takes pairs of 8 rows");

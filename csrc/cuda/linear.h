@@ -86,8 +86,8 @@ struct LinearArgs {
   bool mma_sync;    // no wgmma, as on cards that have none
   void* workspace;  // linear_workspace() bytes, 16-byte aligned
   int* arrivals;    // strips() + 1 zeros, for the kernels' counters. One stream at a time may use a weight.
-  // Before: with a gain, x stands for rms_norm(x + residual), and with a post_gain, which needs a residual, for
-  // rms_norm(rms_norm(x) + residual). The bits are those of the separate ops. bf16 only.
+  // Before: with a gain, x stands for rms_norm(x + residual); with a post_gain, which needs a residual, rms_norm(x)
+  // stands there for x. The bits are those of the separate ops. bf16 only.
   const float* gain;       // (k,) or null
   const float* post_gain;  // (k,), of the norm behind the layer that gave x, or null
   const void* residual;    // (m, k), rows residual_stride apart, or null

@@ -260,11 +260,12 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, begin = share.begin(), step = share.step();
   const int last = min(share.last, a.k);
   const RowSource source(a, row, begin);
-  const int norms = keep((a.gain != nullptr) + (a.post_gain != nullptr));
+  // 1: of the sum with the residual; 2: of x too; 3: of x alone
+  const int norms = keep(a.post_gain == nullptr ? a.gain != nullptr : a.gain != nullptr ? 2 : 3);
   const float each = keep(1.0f / static_cast<float>(a.k)), eps = keep(a.eps);
   float gain[8]{}, post_gain[8]{};
-  if (R == 1 && norms > 0 && begin < last) load_gain(a, a.gain, begin, gain);
-  if (R == 1 && norms == 2 && begin < last) load_gain(a, a.post_gain, begin, post_gain);
+  if (R == 1 && norms > 0 && norms < 3 && begin < last) load_gain(a, a.gain, begin, gain);
+  if (R == 1 && norms > 1 && begin < last) load_gain(a, a.post_gain, begin, post_gain);
   wait();
   // No more than the slices have: what lies behind belongs to other warps already.
   if (kSummed && static_cast<int>(threadIdx.x) < share.slices * D) slice_sums[threadIdx.x] = 0;
@@ -288,7 +289,9 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
     }
   };
   if (norms > 0) {
-    if (norms == 2) [[unlikely]] {
+    bool again = true;
+    if (norms > 1) [[unlikely]] {
+      again = norms == 2;
       Chunk<false> first{};  // asked for before the norm where registers allow
       if (R == 1 && begin < last) first = RowSource::read(RowSource::residual_of(a, row, begin));
       norm(a.post_gain, post_gain, a.post_eps);
@@ -300,7 +303,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
           x[r] = source.sum(x[r], R == 1 ? first : RowSource::read(RowSource::residual_of(a, row, k)), r * step);
       }
     }
-    norm(a.gain, gain, eps);
+    if (again) norm(a.gain, gain, eps);
   }
   float inverse{1.0f}, scale{1.0f};
   if constexpr (kScaled) {

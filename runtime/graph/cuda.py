@@ -7,39 +7,44 @@ import torch
 
 from nibblelm.graph import Alone, Node, Rule, add_norm
 from nibblelm.ops.cuda_linear import MAX_NORM_COLUMNS
-from nibblelm.ops.types import PAGE, Gate, LinearStep, PackedLinear
+from nibblelm.ops.types import PAGE, Gate, LinearStep
 
 
 def norm_linear(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | None:
-    """(rms_norm, added in) rms_norm, linear (, swiglu or geglu of pairs) -> norm_linear."""
-    first = int(_norms_what_is_added(nodes, alone))
-    norm, *rest = nodes[first : first + 3]
-    if norm.op != "rms_norm" or not rest or rest[0].op != "linear" or not rest[0].reads(norm.outputs[0], "x"):
+    """rms_norm, linear (, swiglu or geglu of pairs) -> norm_linear; with an rms_norm of what is added to the residual
+    before it, also where the sum goes into the linear as it is."""
+    post = nodes[0] if _norms_what_is_added(nodes, alone) else None
+    norm, *rest = nodes[1:4] if post else nodes[:3]
+    if not (norm.op == "rms_norm" and alone(norm.outputs[0])) and not (post and norm.op == "add"):
         return None
-    linear, x = rest[0], norm.inputs["x"]
-    weight: PackedLinear = linear.attributes["weight"]
-    if x.dtype != torch.bfloat16 or x.width % 8 or x.width > MAX_NORM_COLUMNS or not alone(norm.outputs[0]):
+    linear, x = rest[0] if rest else norm, norm.inputs["x"]
+    if linear.op != "linear" or not linear.reads(norm.outputs[0], "x"):
         return None
-    count, last, gate = first + 2, linear, _gate(rest[1], linear) if rest[1:] and alone(linear.outputs[0]) else None
+    if x.dtype != torch.bfloat16 or x.width % 8 or x.width > MAX_NORM_COLUMNS:
+        return None
+    count, last, gate = 2, linear, _gate(rest[1], linear) if rest[1:] and alone(linear.outputs[0]) else None
     if gate:
-        count, last = count + 1, rest[1]
-    attributes = {"gain": norm.attributes["weight"], "eps": norm.attributes["eps"], "gate": gate}
-    attributes |= {"plus_one": norm.attributes["plus_one"], **linear.attributes, "weight": weight}
-    inputs = norm.inputs
-    if first:
-        inputs = inputs | nodes[0].inputs
-        attributes["post"] = nodes[0].attributes["weight"], nodes[0].attributes["eps"]
-    return count, [Node("norm_linear", inputs, attributes, (*last.outputs, *norm.outputs[1:]))]
+        count, last = 3, rest[1]
+    if norm.op == "add":
+        inputs, sums, form = {"residual": norm.inputs["x"]}, norm.outputs, {"weight": None, "eps": 0.0}
+    else:
+        inputs, sums, form = norm.inputs, norm.outputs[1:], norm.attributes
+    attributes = {"gain": form["weight"], "eps": form["eps"], "gate": gate, **linear.attributes}
+    if post:
+        count, inputs, form = count + 1, inputs | post.inputs, post.attributes
+        attributes["post"] = form["weight"], form["eps"]
+    return count, [Node("norm_linear", inputs, {**attributes, "plus_one": form["plus_one"]}, (*last.outputs, *sums))]
 
 
 def _norms_what_is_added(nodes: Sequence[Node], alone: Alone) -> bool:
-    """Whether the first node is an RMSNorm of what the second, one too, adds to its residual and nobody else reads."""
-    if len(nodes) < 2 or any(node.op != "rms_norm" for node in nodes[:2]):
+    """Whether the first node is an RMSNorm of what the second, one of the same form or an add, adds to a residual."""
+    if len(nodes) < 2 or nodes[0].op != "rms_norm" or "residual" in nodes[0].inputs or not alone(nodes[0].outputs[0]):
         return False
-    post, norm = nodes[:2]
-    same_form = post.attributes["plus_one"] == norm.attributes["plus_one"]
-    added = norm.reads(post.outputs[0], "x") and "residual" in norm.inputs and "residual" not in post.inputs
-    return same_form and added and alone(post.outputs[0])
+    post, total = nodes[:2]
+    if total.op == "add":
+        return total.reads(post.outputs[0], "y")
+    same_form = total.op == "rms_norm" and total.attributes["plus_one"] == post.attributes["plus_one"]
+    return same_form and "residual" in total.inputs and total.reads(post.outputs[0], "x")
 
 
 def _gate(node: Node, linear: Node) -> Gate | None:

@@ -156,7 +156,7 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits
 class _Norm:
     """What comes before a linear, and the gate that comes after it."""
 
-    gain: Tensor
+    gain: Tensor | None
     eps: float
     residual: Tensor | None
     h: Tensor
@@ -185,8 +185,9 @@ class _Call:
         x, out, norm, data = self.x, self.out, self.norm, self.weight.data
         fused: dict[str, Any] = {}
         if norm is not None:
-            fused = {"gain": norm.gain.data_ptr(), "h": norm.h.data_ptr(), "eps": norm.eps}
-            fused |= {"plus_one": norm.plus_one, "gate": _GATES[norm.gate]}
+            fused = {"h": norm.h.data_ptr(), "plus_one": norm.plus_one, "gate": _GATES[norm.gate]}
+            if norm.gain is not None:
+                fused |= {"gain": norm.gain.data_ptr(), "eps": norm.eps}
             if norm.residual is not None:
                 fused |= {"residual": norm.residual.data_ptr(), "residual_stride": norm.residual.stride(0)}
             if norm.post is not None:
@@ -215,7 +216,7 @@ def _launch(calls: Sequence[_Call]) -> None:
 
 def _norm_call(
     x: Tensor,
-    gain: Tensor,
+    gain: Tensor | None,
     eps: float,
     residual: Tensor | None,
     weight: PackedLinear,
@@ -228,7 +229,7 @@ def _norm_call(
 ) -> _Call:
     n, k = weight.shape
     rows = [x] if residual is None else [x, residual]
-    gains = [gain] if post is None else [gain, post[0]]
+    gains = [t for t in (gain, None if post is None else post[0]) if t is not None]
     aligned = all(
         t.shape == (x.shape[0], k) and t.dtype == torch.bfloat16 and t.stride(1) == 1 and t.stride(0) % 8 == 0
         and t.data_ptr() % 16 == 0
@@ -243,8 +244,10 @@ def _norm_call(
     for t in gains:
         if t.shape != (k,) or t.dtype != torch.float32 or not t.is_contiguous() or t.data_ptr() % 16:
             raise ValueError(f"norm_linear: gain {tuple(t.shape)} {t.dtype}, want aligned contiguous ({k},) fp32")
-    if post is not None and residual is None:
-        raise ValueError("norm_linear: a norm before the residual is added, and no residual; use rms_norm for both")
+    if not gains or (post is not None and residual is None):
+        raise ValueError(
+            "norm_linear: no norm, or one before the residual is added and no residual; use linear, rms_norm"
+        )
     out = torch.empty(x.shape[0], n // 2 if gate else n, dtype=dtype, device=x.device)
     if not gate:
         _check_linear(x, weight, bias, activation_bits, out)
@@ -254,7 +257,7 @@ def _norm_call(
 
 def norm_linear(
     x: Tensor,
-    gain: Tensor,
+    gain: Tensor | None,
     eps: float,
     weight: PackedLinear,
     residual: Tensor | None = None,
@@ -269,8 +272,8 @@ def norm_linear(
     """`rms_norm(x, gain, eps, residual)`, then `linear`, then `swiglu` or `geglu` of pairs: their bits, one kernel.
 
     x, residual, h (M, K) bf16, gain (K,) fp32; returns (y, h): y (M, N) in `dtype` or, with a gate, (M, N / 2);
-    h = x + residual. With `post`, `rms_norm(x, *post)` stands for x. ValueError where the kernel does not take the
-    arguments.
+    h = x + residual. With `post`, `rms_norm(x, *post)` stands for x; without a gain h is not normed. ValueError where
+    the kernel does not take the arguments.
     """
     call = _norm_call(x, gain, eps, residual, weight, bias, activation_bits, dtype, plus_one, gate, post)
     if x.shape[0] > 0:
@@ -282,7 +285,7 @@ def norm_linear(
 def linear_chain(
     x: Tensor, steps: Sequence[LinearStep], residual: Tensor | None = None, activation_bits: ActivationBits = 24
 ) -> tuple[Tensor, Tensor | None]:
-    """`linear` or, with a gain, `norm_linear` one after another, each of what the one before gives: their bits, for
+    """`linear` or, with a norm, `norm_linear` one after another, each of what the one before gives: their bits, for
     one row one kernel, or as few as can be.
 
     x, residual (M, K) bf16; returns (the last y, the residual stream after the last step that has a norm). ValueError
@@ -290,7 +293,7 @@ def linear_chain(
     """
     calls: list[_Call] = []
     for step in steps:
-        if step.gain is None:
+        if step.gain is None and step.post is None:
             out = torch.empty(x.shape[0], step.weight.shape[0], dtype=x.dtype, device=x.device)
             _check_linear(x, step.weight, step.bias, activation_bits, out)
             calls.append(_Call(x, step.weight, step.bias, out, activation_bits))

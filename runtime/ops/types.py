@@ -112,15 +112,15 @@ PostNorm = tuple[Tensor, float]
 
 @dataclass(frozen=True)
 class LinearStep:
-    """One step of `ops.cuda.linear_chain`: `linear`, or with a gain `norm_linear`."""
+    """One step of `ops.cuda.linear_chain`: `linear`, or with a gain or a post `norm_linear`."""
 
     weight: PackedLinear
     bias: Tensor | None = None
     gain: Tensor | None = None  # (K,) fp32: the residual stream takes the step's input and is normed
     eps: float = 0.0
-    gate: Gate | None = None  # with a gain
+    gate: Gate | None = None  # of a `norm_linear`
     plus_one: bool = False  # gains are 1 + what is given
-    post: PostNorm | None = None  # with a gain and a residual stream
+    post: PostNorm | None = None  # with a residual stream
 
 
 def scheme(weight: Weight) -> tuple[object, ...]:

@@ -146,7 +146,7 @@ def names(graph: Graph) -> list[str]:
 
     def step(weight: PackedLinear, gain: Tensor | None, gate: str | None, post: PostNorm | None) -> str:
         last = "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in weight.data)
-        first = "" if gain is None else "norm+" if post is None else "norm+norm+"
+        first = ("norm+" if post else "") + ("norm+" if gain is not None else "add+" if post else "")
         return first + last + {None: "", "silu": "+swiglu", "tanh": "+geglu"}[gate]
 
     found = []
@@ -188,6 +188,16 @@ def test_norms_on_both_sides() -> None:
         assert names(fused(step_of(raw_config(model_type, num_hidden_layers=2), ShapesOnly()))) == [
             "embedding", "norm+q/k/v", *attention, f"{between} > norm+norm+q/k/v", *attention, between,
             "norm+norm+lm_head", *last,
+        ]  # fmt: skip
+
+
+def test_norms_last() -> None:
+    """The sum goes into the next linear as it is."""
+    between = "o > norm+add+gate/up+swiglu > down"
+    attention = ["columns", "columns", "columns", "rms_norm", "rms_norm", "append", "attention"]
+    for model_type in ("olmo2", "olmo3"):
+        assert names(fused(step_of(raw_config(model_type, num_hidden_layers=2), ShapesOnly()))) == [
+            "embedding", "q/k/v", *attention, f"{between} > norm+add+q/k/v", *attention, between, "norm+norm+lm_head"
         ]  # fmt: skip
 
 

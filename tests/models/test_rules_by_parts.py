@@ -51,7 +51,7 @@ def parts_in_float64() -> dict[str, Any]:
 
     def norm_linear(
         x: Tensor,
-        gain: Tensor,
+        gain: Tensor | None,
         eps: float,
         weight: PackedLinear,
         plus_one: bool,
@@ -62,13 +62,14 @@ def parts_in_float64() -> dict[str, Any]:
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         x = x if post is None else rms_norm(x, *post, plus_one)[0]
-        normed, h = rms_norm(x, gain, eps, plus_one, residual)
+        h = x if residual is None else x + residual
+        normed = h if gain is None else rms_norm(h, gain, eps, plus_one)[0]
         y = linear(normed, weight, bias)
         return (gated(y, True, gate) if gate else y), h
 
     def linear_chain(x: Tensor, steps: Sequence[LinearStep], residual: Tensor | None = None, **_: Any) -> Any:
         for s in steps:
-            if s.gain is None:
+            if s.gain is None and s.post is None:
                 x = linear(x, s.weight, s.bias)
             else:
                 how = (s.gain, s.eps, s.weight, s.plus_one, s.gate, residual, s.bias, s.post)
@@ -98,7 +99,7 @@ def in_float64(graph: Graph, *inputs: Tensor) -> Tensor:
     return held[graph.output]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gemma3_text", "glm4", "olmo2"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gemma3_text", "glm4", "olmo2", "olmo3"])
 def test_fused_nodes_have_the_value_of_their_parts(model_type: str) -> None:
     """Which gain, which residual and which sum go where."""
     graph, ids = step_of(raw_config(model_type), Seeded()), torch.arange(5)

@@ -45,7 +45,7 @@ def rows(m: int, k: int, seed: int) -> Tensor:
 
 def norm_linear_by_parts(
     x: Tensor,
-    gain: Tensor,
+    gain: Tensor | None,
     residual: Tensor | None,
     weight: PackedLinear,
     bias: Tensor | None = None,
@@ -56,7 +56,10 @@ def norm_linear_by_parts(
 ) -> tuple[Tensor, Tensor]:
     if post is not None:
         x = ops.rms_norm(x, *post, None, plus_one)[0]
-    normed, h = ops.rms_norm(x, gain, EPS, residual, plus_one)
+    if gain is None:
+        normed = h = ops.add(x, residual)  # type: ignore[arg-type]
+    else:
+        normed, h = ops.rms_norm(x, gain, EPS, residual, plus_one)
     y = ops.linear(normed, weight, bias, dtype=dtype)
     if gate is not None:
         y = ops.swiglu(y, weight.pairs) if gate == "silu" else ops.geglu(y, "tanh", weight.pairs)
@@ -65,7 +68,7 @@ def norm_linear_by_parts(
 
 def chain_by_parts(x: Tensor, residual: Tensor | None, steps: list[LinearStep]) -> tuple[Tensor, Tensor | None]:
     for s in steps:
-        if s.gain is None:
+        if s.gain is None and s.post is None:
             x = ops.linear(x, s.weight, s.bias)
         else:
             how = (s.weight, s.bias, x.dtype, s.plus_one, s.gate, s.post)
@@ -90,9 +93,12 @@ def test_norm_linear_has_the_bits_of_its_parts(kind: tuple[int, int | torch.dtyp
     post = (torch.randn(k, generator=torch.Generator().manual_seed(6)).to(DEVICE), 1e-2)
     for m in (1, 2, 5, 8, 9, 16, 17, 70):
         x, residual = rows(m, k, m), rows(m, k, m + 100)
-        for added, plus_one, first in ((residual, False, None), (None, True, None), (residual, True, post)):
-            want = norm_linear_by_parts(x, gain, added, weight, bias, plus_one=plus_one, gate=gate, post=first)
-            got = cuda.norm_linear(x, gain, EPS, weight, added, bias, plus_one=plus_one, gate=gate, post=first)
+        for g, added, plus_one, first in (
+            (gain, residual, False, None), (gain, None, True, None), (gain, residual, True, post),
+            (None, residual, False, post),
+        ):  # fmt: skip
+            want = norm_linear_by_parts(x, g, added, weight, bias, plus_one=plus_one, gate=gate, post=first)
+            got = cuda.norm_linear(x, g, EPS, weight, added, bias, plus_one=plus_one, gate=gate, post=first)
             assert want[0].isfinite().all()
             assert torch.equal(got[0], want[0])
             assert torch.equal(got[1], want[1])
@@ -122,12 +128,13 @@ def test_a_norm_before_the_sum_is_near_float64(m: int) -> None:
 
 
 def chain_steps(
-    kind: tuple[int, int | torch.dtype], hidden: int, inner: int, heads: int, norms: int = 1
+    kind: tuple[int, int | torch.dtype], hidden: int, inner: int, heads: int, norms: str = "first"
 ) -> list[LinearStep]:
-    """What stands between two attentions: o, gate/up, down, q/k/v; with one norm or two before each other one."""
-    gain = [(torch.rand(hidden, generator=torch.Generator().manual_seed(i)) + 0.5).to(DEVICE) for i in range(4)]
-    post = [(g, 0.1) if norms == 2 else None for g in gain[2:]]
-    gate: Gate = "tanh" if norms == 2 else "silu"
+    """What stands between two attentions: o, gate/up, down, q/k/v; norms before each block, behind it, or both."""
+    gains = [(torch.rand(hidden, generator=torch.Generator().manual_seed(i)) + 0.5).to(DEVICE) for i in range(4)]
+    gain = [None if norms == "last" else g for g in gains[:2]]
+    post = [None if norms == "first" else (g, 0.1) for g in gains[2:]]
+    gate: Gate = "tanh" if norms == "both" else "silu"
     bias = torch.randn(heads + 64, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     return [
         LinearStep(packed(hidden, heads, kind, False, 1)),
@@ -156,9 +163,9 @@ CHAINS = [
 
 @pytest.mark.parametrize("sizes", CHAINS, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("norms", [1, 2])
+@pytest.mark.parametrize("norms", ["first", "both", "last"])
 def test_chain_has_the_bits_of_its_steps(
-    kind: tuple[int, int | torch.dtype], sizes: tuple[int, int, int], norms: int
+    kind: tuple[int, int | torch.dtype], sizes: tuple[int, int, int], norms: str
 ) -> None:
     if not all(_divides(kind, k) for k in sizes):
         kind = (kind[0], -1)
@@ -256,9 +263,12 @@ def test_parts_that_do_not_pair_stay_apart() -> None:
 def test_small_fused_case(kind: tuple[int, int | torch.dtype], m: int) -> None:
     weight, gain = packed(48, 128, kind, pairs=True), torch.ones(128, device=DEVICE)
     x, residual = rows(m, 128, 1), rows(m, 128, 2)
-    cases: list[tuple[PostNorm | None, Gate]] = [(None, "silu"), ((gain * 0.5, EPS), "tanh")]
-    for post, gate in cases:
-        want = norm_linear_by_parts(x, gain, residual, weight, gate=gate, post=post)
-        got = cuda.norm_linear(x, gain, EPS, weight, residual, gate=gate, post=post)
+    post = (gain * 0.5, EPS)
+    cases: list[tuple[Tensor | None, PostNorm | None, Gate]] = [
+        (gain, None, "silu"), (gain, post, "tanh"), (None, post, "silu")
+    ]  # fmt: skip
+    for own, first, gate in cases:
+        want = norm_linear_by_parts(x, own, residual, weight, gate=gate, post=first)
+        got = cuda.norm_linear(x, own, EPS, weight, residual, gate=gate, post=first)
         assert torch.equal(got[0], want[0])
         assert torch.equal(got[1], want[1])
