@@ -289,9 +289,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
     }
   };
   if (norms > 0) {
-    bool again = true;
     if (norms > 1) [[unlikely]] {
-      again = norms == 2;
       Chunk<false> first{};  // asked for before the norm where registers allow
       if (R == 1 && begin < last) first = RowSource::read(RowSource::residual_of(a, row, begin));
       norm(a.post_gain, post_gain, a.post_eps);
@@ -303,7 +301,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
           x[r] = source.sum(x[r], R == 1 ? first : RowSource::read(RowSource::residual_of(a, row, k)), r * step);
       }
     }
-    if (again) norm(a.gain, gain, eps);
+    if (norms < 3) norm(a.gain, gain, eps);
   }
   float inverse{1.0f}, scale{1.0f};
   if constexpr (kScaled) {
