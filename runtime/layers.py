@@ -309,14 +309,12 @@ class Mlp:
         self.form = form
         size, hidden, bias, (*first, down) = config.intermediate_size, config.hidden_size, config.mlp_bias, parts
         modules = [(f"{name}.{part}", 2 * size // len(first)) for part in first]
-        self.gate_up = Linear(weights, modules, hidden, bias, pairs=form == "silu" and not bias)
+        self.gate_up = Linear(weights, modules, hidden, bias, pairs=not bias)
         self.down = Linear(weights, [(f"{name}.{down}", hidden)], size, bias)
 
     def __call__(self, x: Value) -> Value:
-        gate_up = self.gate_up(x)
-        if self.form == "silu":
-            return self.down(gate_up.swiglu(self.gate_up.pairs))
-        return self.down(gate_up.geglu(self.form))
+        gate_up, pairs = self.gate_up(x), self.gate_up.pairs
+        return self.down(gate_up.swiglu(pairs) if self.form == "silu" else gate_up.geglu(self.form, pairs))
 
 
 class PlainMlp:

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "activations.h"
-#include "silu.cuh"
+#include "gates.cuh"
 #include "vector.cuh"
 
 namespace nibblelm::cuda {
@@ -16,8 +16,7 @@ __device__ __forceinline__ float activation(float x, float cap) {
   if constexpr (kForm == Activation::silu) {
     return silu(x);
   } else if constexpr (kForm == Activation::gelu_tanh) {
-    constexpr float kRootTwoOverPi{0.7978845608028654f};
-    return 0.5f * x * (1.0f + tanhf(kRootTwoOverPi * (x + 0.044715f * x * x * x)));
+    return gelu_tanh(x);
   } else if constexpr (kForm == Activation::gelu_erf) {
     constexpr float kRootHalf{0.7071067811865476f};
     return 0.5f * x * (1.0f + erff(x * kRootHalf));

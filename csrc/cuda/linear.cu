@@ -111,21 +111,28 @@ DecodeArgs decode_args(const LinearStep& step) {
     a.pitch_bytes = w.pitch * (w.format == WeightFormat::f32 ? 4 : 2);
     a.stages = static_cast<int>((a.pitch_bytes + 127) / 128);
   }
-  if (args.gain != nullptr) {
-    const bool aligned = a.x_aligned && aligned16(args.residual, args.residual_stride * 2) && aligned16(args.gain, 0);
+  if (args.gain != nullptr || args.post_gain != nullptr) {
+    const bool aligned = a.x_aligned && aligned16(args.residual, args.residual_stride * 2) && aligned16(args.gain, 0) &&
+                         aligned16(args.post_gain, 0);
     if (args.x_dtype == DType::f32 || !aligned || w.k > kMaxNormColumns) {
       throw std::invalid_argument(describe(w, planes, args.m) +
                                   ": a norm before it takes aligned bf16 rows of at most 16,384");
     }
     a.gain = args.gain;
+    a.post_gain = args.post_gain;
     a.eps = args.eps;
+    a.post_eps = args.post_eps;
     a.plus_one = args.plus_one;
     a.residual_stride = args.residual_stride;
   }
-  if (args.swiglu && w.n % kStripRows != 0) {
-    throw std::invalid_argument(describe(w, planes, args.m) + ": swiglu takes pairs of 8 rows");
+  if (args.post_gain != nullptr && args.residual == nullptr) {
+    throw std::invalid_argument(describe(w, planes, args.m) + ": a post_gain takes a residual");
   }
-  a.swiglu = args.swiglu;
+  if (args.gate != Gate::none && w.n % kStripRows != 0) {
+    throw std::invalid_argument(describe(w, planes, args.m) + ": a gate takes pairs of 8 rows");
+  }
+  a.gated = args.gate != Gate::none;
+  a.gelu = args.gate == Gate::gelu_tanh;
   return a;
 }
 

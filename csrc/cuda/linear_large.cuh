@@ -77,8 +77,9 @@ struct TileRow {
   __device__ __forceinline__ void store_total(float total) const { g.totals[row] = total; }
 };
 
+// Two blocks a multiprocessor hide each other's latencies.
 template <WeightFormat F, bool Grouped, int D>
-__global__ void __launch_bounds__(kDecodeThreads) linear_tiles_kernel(const __grid_constant__ LargeArgs g) {
+__global__ void __launch_bounds__(kDecodeThreads, 2) linear_tiles_kernel(const __grid_constant__ LargeArgs g) {
   extern __shared__ __align__(16) uint8_t stage[];
   __shared__ RowScratch<D> scratch;
   prepare_to_memory<F, Grouped, D>(g.a, WarpShare(g.a, 0, g.a.plan.slices_log), scratch,
@@ -555,18 +556,18 @@ __device__ __forceinline__ void store_tile(const LargeArgs& g, int strip, int ro
     sum.z = finish_row(rows[1], a.has_minimum, sum.z, x.x), sum.w = finish_row(rows[1], a.has_minimum, sum.w, x.y);
   }
   const float value[4]{sum.x + bias[0], sum.y + bias[0], sum.z + bias[1], sum.w + bias[1]};
-  const int n = strip * kStripRows, outputs = a.swiglu ? 8 : kStripRows;
+  const int n = strip * kStripRows, outputs = a.gated ? 8 : kStripRows;
   if (a.y_dtype == DType::bf16 && g.p.paired_stores && n + kStripRows <= a.n) {
     // Two rows of x by one of W a word -> after the transposition one row of x by two of W
     uint32_t words[2];
-    if (a.swiglu) {
+    if (a.gated) {
       words[0] = pack2<bf16>(gated(a, value[0], value[2]), gated(a, value[1], value[3]));
     } else {
       words[0] = pack2<bf16>(value[0], value[1]), words[1] = pack2<bf16>(value[2], value[3]);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (i == 1 && a.swiglu) return;
+      if (i == 1 && a.gated) return;
       const uint32_t word = transpose_8x8(words[i]);
       bf16* const y = static_cast<bf16*>(a.y) + (row + lane / 4) * a.y_stride + strip * outputs + i * 8 + lane % 4 * 2;
       if (row + lane / 4 < g.rows) *reinterpret_cast<uint32_t*>(y) = word;

@@ -50,8 +50,12 @@ struct DecodeArgs {
   void* h;
   int64_t residual_stride;
   float eps;
-  bool plus_one, swiglu;
+  bool plus_one, gated;
   DecodePlan plan;
+  // Last, since registers of kernels that take more rows follow where the rest is.
+  const float* post_gain;  // null: no norm of x before the residual is added
+  float post_eps;
+  bool gelu;  // gates with it, else with silu
 };
 
 // What the kernel for more rows is launched with.
@@ -165,28 +169,34 @@ __device__ __forceinline__ Chunk<Float> load_chunk(const DecodeArgs& a, int row,
 
 // Where a thread's activations are: x, or x + residual, which one block keeps in h.
 struct RowSource {
-  const bf16 *x, *residual, *h;  // the latter two or null
+  const bf16 *x, *residual, *h;  // the latter two or null; residual: where it is added to x as it is
 
   __device__ __forceinline__ RowSource(const DecodeArgs& a, int row, int k)
       : x(keep(static_cast<const bf16*>(a.x) + row * a.x_stride + k)), residual(nullptr), h(nullptr) {
     if (a.residual == nullptr) return;
-    residual = keep(static_cast<const bf16*>(a.residual) + row * a.residual_stride + k);
+    if (a.post_gain == nullptr) residual = keep(residual_of(a, row, k));
     if (static_cast<int>(blockIdx.x) == row)
       h = keep(static_cast<const bf16*>(a.h) + static_cast<int64_t>(row) * a.k + k);
   }
+  __device__ __forceinline__ static const bf16* residual_of(const DecodeArgs& a, int row, int k) {
+    return static_cast<const bf16*>(a.residual) + row * a.residual_stride + k;
+  }
+  __device__ __forceinline__ static Chunk<false> read(const bf16* p) { return {{*reinterpret_cast<const uint4*>(p)}}; }
 
-  // Eight from column k + `at` on, rounded.
+  // Eight from column k + `at` on.
   __device__ __forceinline__ Chunk<false> load(int at) const {
-    Chunk<false> sum{{*reinterpret_cast<const uint4*>(x + at)}};
-    if (residual == nullptr) return sum;
-    const Chunk<false> r{{*reinterpret_cast<const uint4*>(residual + at)}};
+    const Chunk<false> own = read(x + at);
+    return residual == nullptr ? own : sum(own, read(residual + at), at);
+  }
+  // Rounded.
+  __device__ __forceinline__ Chunk<false> sum(const Chunk<false>& own, const Chunk<false>& other, int at) const {
     float v[8], w[8];
-    sum.unpack(v), r.unpack(w);
+    own.unpack(v), other.unpack(w);
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] += w[i];
-    sum = pack_chunk(v);
-    if (h != nullptr) *reinterpret_cast<uint4*>(const_cast<bf16*>(h) + at) = sum.word[0];
-    return sum;
+    const Chunk<false> out = pack_chunk(v);
+    if (h != nullptr) *reinterpret_cast<uint4*>(const_cast<bf16*>(h) + at) = out.word[0];
+    return out;
   }
 };
 

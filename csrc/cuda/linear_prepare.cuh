@@ -26,11 +26,11 @@ static_assert(sizeof(RowScratch<3>) <= kDecodeWarps * kStripRows * sizeof(float)
 
 // What one warp does of every row: its slice, counted from `first_slice` on, and its place in the slice.
 struct WarpShare {
-  int slice, sub, subs;
+  int slice, sub, slices, subs;
   int first, last;  // columns of the slice
   __device__ __forceinline__ WarpShare(const DecodeArgs& a, int first_slice, int log) {
     const int warp = threadIdx.x / kWarp;
-    slice = warp & ((1 << log) - 1), sub = warp >> log, subs = kDecodeWarps >> log;
+    slices = 1 << log, slice = warp & (slices - 1), sub = warp >> log, subs = kDecodeWarps >> log;
     first = slice_begin(first_slice + slice, a.plan.slices_log, a.steps) * kStepK;
     last = slice_begin(first_slice + slice + 1, a.plan.slices_log, a.steps) * kStepK;
   }
@@ -127,19 +127,19 @@ __device__ __forceinline__ uint32_t stage_row(const DecodeArgs& a, const WarpSha
 }
 
 // Gains of 8 columns as factors.
-__device__ __forceinline__ void load_gain(const DecodeArgs& a, int k, float (&gain)[8]) {
-  load_constant(a.gain + k, gain);
+__device__ __forceinline__ void load_gain(const DecodeArgs& a, const float* gains, int k, float (&gain)[8]) {
+  load_constant(gains + k, gain);
   if (!a.plus_one) return;
 #pragma unroll
   for (int i = 0; i < 8; ++i) gain[i] += 1.0f;
 }
 
-// As rms_norm rounds it.
+// As rms_norm rounds it, without negative zeros, to which it adds its bias.
 __device__ __forceinline__ Chunk<false> normed(const Chunk<false>& chunk, float factor, const float (&gain)[8]) {
   float v[8];
   chunk.unpack(v);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) v[i] = v[i] * factor * gain[i];
+  for (int i = 0; i < 8; ++i) v[i] = fmaf(v[i] * factor, gain[i], 0.0f);
   return pack_chunk(v);
 }
 
@@ -197,7 +197,7 @@ __device__ __forceinline__ void put_slice_sums(const WarpShare& share, const Row
   __syncthreads();
   if (share.sub == 0 && lane < D) *to.slice_sum(share.slice, lane) = scratch.sums[share.slice * D + lane];
   if (whole && threadIdx.x == 0) {
-    to.store_total(row_total<D>(scratch.sums, 1, scratch.scales, 1, kDecodeWarps / share.subs));
+    to.store_total(row_total<D>(scratch.sums, 1, scratch.scales, 1, share.slices));
   }
 }
 
@@ -227,7 +227,7 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
   if constexpr (kScaled) {
     put_largest(largest);
     __syncthreads();
-    largest = scratch.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
+    largest = scratch.largest[(lane & share.subs - 1) * share.slices + share.slice];
     inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
   if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scratch.scales[share.slice] = scale;
@@ -250,9 +250,9 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
   }
 }
 
-// The same for a row of which every thread has at most 8 R activations, after an RMSNorm where there is one: they stay
-// in registers, and what does not depend on them is done before the wait for what stores them. `slice_sums` in shared
-// memory (D a slice of the block's) gets the digit sums.
+// The same for a row of which every thread has at most 8 R activations, after an RMSNorm where there is one, and one
+// before the residual is added: they stay in registers, and what does not depend on them is done before the wait for
+// what stores them. `slice_sums` in shared memory (D a slice of the block's) gets the digit sums.
 template <WeightFormat F, bool Grouped, int D, int R, class To, class Wait>
 __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, const WarpShare& share,
                                                   RowScratch<D>& scratch, const To& to, int* slice_sums, Wait wait) {
@@ -260,31 +260,48 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, begin = share.begin(), step = share.step();
   const int last = min(share.last, a.k);
   const RowSource source(a, row, begin);
-  const bool norms = a.gain != nullptr;
+  // 1: of the sum with the residual; 2: of x too; 3: of x alone
+  const int norms = keep(a.post_gain == nullptr ? a.gain != nullptr : a.gain != nullptr ? 2 : 3);
   const float each = keep(1.0f / static_cast<float>(a.k)), eps = keep(a.eps);
-  float gain[8]{};
-  if (R == 1 && norms && begin < last) load_gain(a, begin, gain);
+  float gain[8]{}, post_gain[8]{};
+  if (R == 1 && norms > 0 && norms < 3 && begin < last) load_gain(a, a.gain, begin, gain);
+  if (R == 1 && norms > 1 && begin < last) load_gain(a, a.post_gain, begin, post_gain);
   wait();
   // No more than the slices have: what lies behind belongs to other warps already.
-  if (kSummed && static_cast<int>(threadIdx.x) < kDecodeWarps / share.subs * D) slice_sums[threadIdx.x] = 0;
+  if (kSummed && static_cast<int>(threadIdx.x) < share.slices * D) slice_sums[threadIdx.x] = 0;
   Chunk<false> x[R]{};
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     if (begin + r * step < last) x[r] = source.load(r * step);
   }
-  if (norms) {
+  const auto norm = [&](const float* gains, float (&own)[8], float least) {
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const float sum = norm_step_sum(squares(x[r]));
       if (begin + r * step < share.last && lane % kNormLanes == 0) scratch.steps[(begin + r * step) / kStepK] = sum;
     }
     __syncthreads();
-    const float factor = rsqrtf(norm_row_sum(scratch.steps, a.steps) * each + eps);
+    const float factor = rsqrtf(norm_row_sum(scratch.steps, a.steps) * each + least);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      if (R > 1 && begin + r * step < last) load_gain(a, begin + r * step, gain);
-      x[r] = normed(x[r], factor, gain);
+      if (R > 1 && begin + r * step < last) load_gain(a, gains, begin + r * step, own);
+      x[r] = normed(x[r], factor, own);
     }
+  };
+  if (norms > 0) {
+    if (norms > 1) [[unlikely]] {
+      Chunk<false> first{};  // asked for before the norm where registers allow
+      if (R == 1 && begin < last) first = RowSource::read(RowSource::residual_of(a, row, begin));
+      norm(a.post_gain, post_gain, a.post_eps);
+      __syncthreads();  // all have read the sums of steps that the next norm writes over
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        const int k = begin + r * step;
+        if (k < last)
+          x[r] = source.sum(x[r], R == 1 ? first : RowSource::read(RowSource::residual_of(a, row, k)), r * step);
+      }
+    }
+    if (norms < 3) norm(a.gain, gain, eps);
   }
   float inverse{1.0f}, scale{1.0f};
   if constexpr (kScaled) {
@@ -294,7 +311,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
     largest = __reduce_max_sync(kAllLanes, largest);
     if (lane == 0) scratch.largest[warp] = largest;
     __syncthreads();
-    largest = scratch.largest[lane % share.subs * (kDecodeWarps / share.subs) + share.slice];
+    largest = scratch.largest[(lane & share.subs - 1) * share.slices + share.slice];
     inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
   if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scratch.scales[share.slice] = scale;
@@ -337,9 +354,10 @@ int stage_row_bytes(const DecodeArgs& a) {
   return kFloatActivations<F, D> || in_registers ? 0 : 2 * kStepK * a.steps;
 }
 
-// One block per row, for plans whose blocks copy their part's image instead of preparing it again.
+// One block per row, for plans whose blocks copy their part's image instead of preparing it again. It fits beside a
+// block of the kernel ahead.
 template <WeightFormat F, bool Grouped, int D, int C>
-__global__ void __launch_bounds__(kDecodeThreads) linear_planes_kernel(const __grid_constant__ DecodeArgs a) {
+__global__ void __launch_bounds__(kDecodeThreads, 2) linear_planes_kernel(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(16) uint8_t stage[];
   __shared__ RowScratch<D> scratch;
   const DecodePlan& p = a.plan;

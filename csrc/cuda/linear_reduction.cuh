@@ -2,15 +2,15 @@
 #pragma once
 
 #include "cluster.cuh"
+#include "gates.cuh"
 #include "linear_tile.cuh"
-#include "silu.cuh"
 
 namespace nibblelm::cuda {
 
-// What swiglu makes of a gate and its up, rounded as the separate op would find them.
+// What swiglu or geglu makes of a gate and its up, rounded as the separate op would find them.
 __device__ __forceinline__ float gated(const DecodeArgs& a, float gate, float up) {
   if (a.y_dtype == DType::bf16) gate = to_float(from_float<bf16>(gate)), up = to_float(from_float<bf16>(up));
-  return silu(gate) * up;
+  return times_sigmoid(gate, a.gelu ? gelu_argument(gate) : gate) * up;
 }
 
 // The biases of this lane's rows of a strip, g = lane / 4 and g + 8.
@@ -23,7 +23,7 @@ __device__ __forceinline__ void load_bias(const DecodeArgs& a, int strip, int la
 // Of row m of x the results of these rows, which in a strip of pairs are a gate and its up.
 __device__ __forceinline__ void store_rows(const DecodeArgs& a, int strip, int lane, int m, float low, float high) {
   const int g = lane / 4, n = strip * kStripRows + g;
-  if (a.swiglu) {
+  if (a.gated) {
     store_from_float(a.y, m * a.y_stride + strip * 8 + g, a.y_dtype, gated(a, low, high));
   } else {
     if (n < a.n) store_from_float(a.y, m * a.y_stride + n, a.y_dtype, low);
@@ -113,7 +113,7 @@ struct Reduction {
     const int n = strip * kStripRows + row;
     wanted = wanted && n < a.n;
     value += bias;
-    if (a.swiglu) {
+    if (a.gated) {
       const float up = __shfl_down_sync(kAllLanes, value, 8);
       if (wanted && row < 8) store_from_float(a.y, m * a.y_stride + strip * 8 + row, a.y_dtype, gated(a, value, up));
     } else if (wanted) {

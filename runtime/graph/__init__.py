@@ -71,8 +71,8 @@ class Value:
     def gelu(self, form: ops.Gelu) -> "Value":
         return self._op("gelu", {"x": self}, {"form": form})
 
-    def geglu(self, form: ops.Gelu) -> "Value":
-        return self._op("geglu", {"gate_up": self}, {"form": form}, self.width // 2)
+    def geglu(self, form: ops.Gelu, pairs: bool = False) -> "Value":
+        return self._op("geglu", {"gate_up": self}, {"form": form, "pairs": pairs}, self.width // 2)
 
     def relu(self) -> "Value":
         return self._op("relu", {"x": self}, {})

@@ -1,35 +1,59 @@
 """What CUDA runs together: kernels that take bf16 activations, chosen by shapes alone."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 
 from nibblelm.graph import Alone, Node, Rule, add_norm
 from nibblelm.ops.cuda_linear import MAX_NORM_COLUMNS
-from nibblelm.ops.types import PAGE, LinearStep, PackedLinear
+from nibblelm.ops.types import PAGE, Gate, LinearStep
 
 
 def norm_linear(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | None:
-    """rms_norm, linear (, swiglu of pairs) -> norm_linear."""
-    norm, *rest = nodes[:3]
-    if norm.op != "rms_norm" or not rest or rest[0].op != "linear" or not rest[0].reads(norm.outputs[0], "x"):
+    """rms_norm, linear (, swiglu or geglu of pairs) -> norm_linear; with an rms_norm of what is added to the residual
+    before it, also where the sum goes into the linear as it is."""
+    post = nodes[0] if _norms_what_is_added(nodes, alone) else None
+    norm, *rest = nodes[1:4] if post else nodes[:3]
+    if not (norm.op == "rms_norm" and alone(norm.outputs[0])) and not (post and norm.op == "add"):
         return None
-    linear, x = rest[0], norm.inputs["x"]
-    weight: PackedLinear = linear.attributes["weight"]
-    if x.dtype != torch.bfloat16 or x.width % 8 or x.width > MAX_NORM_COLUMNS or not alone(norm.outputs[0]):
+    linear, x = rest[0] if rest else norm, norm.inputs["x"]
+    if linear.op != "linear" or not linear.reads(norm.outputs[0], "x"):
         return None
-    count, last, gated = 2, linear, False
-    if rest[1:] and _gates(rest[1], linear) and alone(linear.outputs[0]):
-        count, last, gated = 3, rest[1], True
-    attributes = {"gain": norm.attributes["weight"], "eps": norm.attributes["eps"], "gated": gated}
-    attributes |= {"plus_one": norm.attributes["plus_one"], **linear.attributes, "weight": weight}
-    return count, [Node("norm_linear", norm.inputs, attributes, (*last.outputs, *norm.outputs[1:]))]
+    if x.dtype != torch.bfloat16 or x.width % 8 or x.width > MAX_NORM_COLUMNS:
+        return None
+    count, last, gate = 2, linear, _gate(rest[1], linear) if rest[1:] and alone(linear.outputs[0]) else None
+    if gate:
+        count, last = 3, rest[1]
+    if norm.op == "add":
+        inputs, sums, form = {"residual": norm.inputs["x"]}, norm.outputs, {"weight": None, "eps": 0.0}
+    else:
+        inputs, sums, form = norm.inputs, norm.outputs[1:], norm.attributes
+    attributes = {"gain": form["weight"], "eps": form["eps"], "gate": gate, **linear.attributes}
+    if post:
+        count, inputs, form = count + 1, inputs | post.inputs, post.attributes
+        attributes["post"] = form["weight"], form["eps"]
+    return count, [Node("norm_linear", inputs, {**attributes, "plus_one": form["plus_one"]}, (*last.outputs, *sums))]
 
 
-def _gates(node: Node, linear: Node) -> bool:
-    """Whether `node` is the swiglu that a linear's kernel can end with."""
-    paired = node.op == "swiglu" and node.attributes["pairs"] and node.reads(linear.outputs[0], "gate_up")
-    return paired and linear.attributes["bias"] is None and linear.attributes["dtype"] == torch.bfloat16
+def _norms_what_is_added(nodes: Sequence[Node], alone: Alone) -> bool:
+    """Whether the first node is an RMSNorm of what the second, one of the same form or an add, adds to a residual."""
+    if len(nodes) < 2 or nodes[0].op != "rms_norm" or "residual" in nodes[0].inputs or not alone(nodes[0].outputs[0]):
+        return False
+    post, total = nodes[:2]
+    if total.op == "add":
+        return total.reads(post.outputs[0], "y")
+    same_form = total.op == "rms_norm" and total.attributes["plus_one"] == post.attributes["plus_one"]
+    return same_form and "residual" in total.inputs and total.reads(post.outputs[0], "x")
+
+
+def _gate(node: Node, linear: Node) -> Gate | None:
+    """The gate that `node` is, if a linear's kernel can end with it."""
+    if node.op not in {"swiglu", "geglu"} or not node.attributes["pairs"]:
+        return None
+    form = node.attributes.get("form", "silu")
+    plain = linear.attributes["bias"] is None and linear.attributes["dtype"] == torch.bfloat16
+    return form if plain and form in get_args(Gate) and node.reads(linear.outputs[0], "gate_up") else None
 
 
 def rope_attention(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | None:
@@ -72,7 +96,8 @@ def linear_chain(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] 
             if steps and not goes_on:
                 break
             entry, stream = entry or residual, x if residual is None else node.outputs[1]
-            steps.append(LinearStep(a["weight"], a["bias"], a["gain"], a["eps"], a["gated"], a["plus_one"]))
+            norm = (a["gain"], a["eps"], a["gate"], a["plus_one"], a.get("post"))
+            steps.append(LinearStep(a["weight"], a["bias"], *norm))
         result = node.outputs[0]
     if len(steps) < 2 or result is None:
         return None

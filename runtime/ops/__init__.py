@@ -299,9 +299,12 @@ Gelu = Literal["tanh", "erf"]
 """The two forms of GELU in use: the tanh approximation and the exact one (Hendrycks & Gimpel 2016)."""
 
 
-def geglu(gate_up: Tensor, form: Gelu = "tanh") -> Tensor:
-    """gelu(gate) * up on the concatenated projection: (M, 2 I) -> (M, I)."""
-    return backend(gate_up.device).geglu(gate_up, form)
+def geglu(gate_up: Tensor, form: Gelu = "tanh", pairs: bool = False) -> Tensor:
+    """gelu(gate) * up on the concatenated projection: (M, 2 I) -> (M, I); pairs as in `swiglu`."""
+    if gate_up.device.type == "cpu":
+        assert not pairs
+        return backend(gate_up.device).geglu(gate_up, form)
+    return backend(gate_up.device).geglu(gate_up, form, pairs)
 
 
 def gelu(x: Tensor, form: Gelu = "tanh") -> Tensor:

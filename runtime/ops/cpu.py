@@ -87,7 +87,7 @@ def _quantized_part(weight: QuantizedWeight) -> tuple[int, int, int, int, int]:
 
 
 def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:
-    del pairs  # swiglu is a kernel of its own
+    del pairs  # swiglu and geglu are kernels of their own
     first, n = parts[0], sum(part.shape[0] for part in parts)
     if isinstance(first, QuantizedWeight):
         sources = [_quantized_part(part) for part in parts if isinstance(part, QuantizedWeight)]

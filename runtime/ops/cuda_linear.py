@@ -10,9 +10,10 @@ from torch import Tensor
 from nibblelm.ops.cuda_device import DTYPES, launch_args, mma_sync, require
 from nibblelm.ops.cuda_device import kernels as _cuda
 from nibblelm.ops.cuda_upload import upload
-from nibblelm.ops.types import ActivationBits, LinearStep, PackedLinear, QuantizedWeight, Weight
+from nibblelm.ops.types import ActivationBits, Gate, LinearStep, PackedLinear, PostNorm, QuantizedWeight, Weight
 
 _FORMATS = {4: 0, 8: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
+_GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "tanh": 2}  # `Gate` in csrc/cuda/linear.h
 MAX_NORM_COLUMNS = 16384
 """Of rows that `norm_linear` takes; csrc/cuda/linear.h refuses more too."""
 _MOST_COLUMNS = 1 << 16  # 255 x 127 x 65,536 is the largest sum of codes by digits below 2^31
@@ -153,14 +154,15 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits
 
 @dataclass(frozen=True)
 class _Norm:
-    """What comes before a linear, and whether swiglu comes after it."""
+    """What comes before a linear, and the gate that comes after it."""
 
-    gain: Tensor
+    gain: Tensor | None
     eps: float
     residual: Tensor | None
     h: Tensor
     plus_one: bool
-    gated: bool
+    gate: Gate | None
+    post: PostNorm | None
 
 
 @dataclass(frozen=True)
@@ -183,10 +185,13 @@ class _Call:
         x, out, norm, data = self.x, self.out, self.norm, self.weight.data
         fused: dict[str, Any] = {}
         if norm is not None:
-            fused = {"gain": norm.gain.data_ptr(), "h": norm.h.data_ptr(), "eps": norm.eps}
-            fused |= {"plus_one": norm.plus_one, "swiglu": norm.gated}
+            fused = {"h": norm.h.data_ptr(), "plus_one": norm.plus_one, "gate": _GATES[norm.gate]}
+            if norm.gain is not None:
+                fused |= {"gain": norm.gain.data_ptr(), "eps": norm.eps}
             if norm.residual is not None:
                 fused |= {"residual": norm.residual.data_ptr(), "residual_stride": norm.residual.stride(0)}
+            if norm.post is not None:
+                fused |= {"post_gain": norm.post[0].data_ptr(), "post_eps": norm.post[1]}
         return _cuda.LinearStep(
             weight=data.descriptor, x=x.data_ptr(), x_stride=x.stride(0), x_dtype=DTYPES[x.dtype], y=out.data_ptr(),
             y_stride=out.stride(0), y_dtype=DTYPES[out.dtype], bias=0 if self.bias is None else self.bias.data_ptr(),
@@ -211,7 +216,7 @@ def _launch(calls: Sequence[_Call]) -> None:
 
 def _norm_call(
     x: Tensor,
-    gain: Tensor,
+    gain: Tensor | None,
     eps: float,
     residual: Tensor | None,
     weight: PackedLinear,
@@ -219,33 +224,40 @@ def _norm_call(
     activation_bits: int,
     dtype: torch.dtype,
     plus_one: bool,
-    gated: bool,
+    gate: Gate | None,
+    post: PostNorm | None,
 ) -> _Call:
     n, k = weight.shape
     rows = [x] if residual is None else [x, residual]
+    gains = [t for t in (gain, None if post is None else post[0]) if t is not None]
     aligned = all(
         t.shape == (x.shape[0], k) and t.dtype == torch.bfloat16 and t.stride(1) == 1 and t.stride(0) % 8 == 0
         and t.data_ptr() % 16 == 0
         for t in rows
     )  # fmt: skip
     pairs = weight.pairs and bias is None and dtype == x.dtype
-    if not aligned or k % 8 or k > MAX_NORM_COLUMNS or gain.data_ptr() % 16 or (gated and not pairs):
+    if not aligned or k % 8 or k > MAX_NORM_COLUMNS or (gate and not pairs):
         raise ValueError(
-            f"norm_linear: x {tuple(x.shape)} {x.dtype} strides {x.stride()}, weight {weight.shape}, gated {gated}; "
-            f"supported: aligned bf16 rows of a multiple of 8 up to {MAX_NORM_COLUMNS} columns, gated pairs, no bias"
+            f"norm_linear: x {tuple(x.shape)} {x.dtype} strides {x.stride()}, weight {weight.shape}, gate {gate}; "
+            f"supported: aligned bf16 rows of a multiple of 8 up to {MAX_NORM_COLUMNS} columns, gates in pairs, no bias"
         )
-    if gain.shape != (k,) or gain.dtype != torch.float32 or not gain.is_contiguous():
-        raise ValueError(f"norm_linear: gain {tuple(gain.shape)} {gain.dtype}, want contiguous ({k},) fp32")
-    out = torch.empty(x.shape[0], n // 2 if gated else n, dtype=dtype, device=x.device)
-    if not gated:
+    for t in gains:
+        if t.shape != (k,) or t.dtype != torch.float32 or not t.is_contiguous() or t.data_ptr() % 16:
+            raise ValueError(f"norm_linear: gain {tuple(t.shape)} {t.dtype}, want aligned contiguous ({k},) fp32")
+    if not gains or (post is not None and residual is None):
+        raise ValueError(
+            "norm_linear: no norm, or one before the residual is added and no residual; use linear, rms_norm"
+        )
+    out = torch.empty(x.shape[0], n // 2 if gate else n, dtype=dtype, device=x.device)
+    if not gate:
         _check_linear(x, weight, bias, activation_bits, out)
     h = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _Call(x, weight, bias, out, activation_bits, _Norm(gain, eps, residual, h, plus_one, gated))
+    return _Call(x, weight, bias, out, activation_bits, _Norm(gain, eps, residual, h, plus_one, gate, post))
 
 
 def norm_linear(
     x: Tensor,
-    gain: Tensor,
+    gain: Tensor | None,
     eps: float,
     weight: PackedLinear,
     residual: Tensor | None = None,
@@ -254,14 +266,16 @@ def norm_linear(
     dtype: torch.dtype = torch.bfloat16,
     *,
     plus_one: bool = False,
-    gated: bool = False,
+    gate: Gate | None = None,
+    post: PostNorm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm(x, gain, eps, residual)`, then `linear`, then, if gated, `swiglu` of pairs: their bits, one kernel.
+    """`rms_norm(x, gain, eps, residual)`, then `linear`, then `swiglu` or `geglu` of pairs: their bits, one kernel.
 
-    x, residual, h (M, K) bf16, gain (K,) fp32; returns (y, h): y (M, N) in `dtype` or, gated, (M, N / 2);
-    h = x + residual. ValueError where the kernel does not take the arguments.
+    x, residual, h (M, K) bf16, gain (K,) fp32; returns (y, h): y (M, N) in `dtype` or, with a gate, (M, N / 2);
+    h = x + residual. With `post`, `rms_norm(x, *post)` stands for x; without a gain h is not normed. ValueError where
+    the kernel does not take the arguments.
     """
-    call = _norm_call(x, gain, eps, residual, weight, bias, activation_bits, dtype, plus_one, gated)
+    call = _norm_call(x, gain, eps, residual, weight, bias, activation_bits, dtype, plus_one, gate, post)
     if x.shape[0] > 0:
         _launch([call])
     assert call.norm is not None
@@ -271,7 +285,7 @@ def norm_linear(
 def linear_chain(
     x: Tensor, steps: Sequence[LinearStep], residual: Tensor | None = None, activation_bits: ActivationBits = 24
 ) -> tuple[Tensor, Tensor | None]:
-    """`linear` or, with a gain, `norm_linear` one after another, each of what the one before gives: their bits, for
+    """`linear` or, with a norm, `norm_linear` one after another, each of what the one before gives: their bits, for
     one row one kernel, or as few as can be.
 
     x, residual (M, K) bf16; returns (the last y, the residual stream after the last step that has a norm). ValueError
@@ -279,12 +293,12 @@ def linear_chain(
     """
     calls: list[_Call] = []
     for step in steps:
-        if step.gain is None:
+        if step.gain is None and step.post is None:
             out = torch.empty(x.shape[0], step.weight.shape[0], dtype=x.dtype, device=x.device)
             _check_linear(x, step.weight, step.bias, activation_bits, out)
             calls.append(_Call(x, step.weight, step.bias, out, activation_bits))
         else:
-            how = (step.weight, step.bias, activation_bits, x.dtype, step.plus_one, step.gated)
+            how = (step.weight, step.bias, activation_bits, x.dtype, step.plus_one, step.gate, step.post)
             calls.append(_norm_call(x, step.gain, step.eps, residual, *how))
             residual = calls[-1].norm.h if calls[-1].norm else None
         x = calls[-1].out

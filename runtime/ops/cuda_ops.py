@@ -131,8 +131,8 @@ def swiglu(gate_up: Tensor, pairs: bool) -> Tensor:
     return _activate("swiglu", gate_up, "silu", True, pairs)
 
 
-def geglu(gate_up: Tensor, form: str) -> Tensor:
-    return _activate("geglu", gate_up, form, True)
+def geglu(gate_up: Tensor, form: str, pairs: bool) -> Tensor:
+    return _activate("geglu", gate_up, form, True, pairs)
 
 
 def gelu(x: Tensor, form: str) -> Tensor:

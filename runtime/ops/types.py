@@ -103,16 +103,24 @@ class PackedLinear:
     pairs: bool = False
 
 
+Gate = Literal["silu", "tanh"]
+"""What a linear of a gate and its up, in pairs, may end with: `swiglu`, or `geglu` of that form."""
+
+PostNorm = tuple[Tensor, float]
+"""Gain (K,) fp32 and eps of an RMSNorm that a layer's output takes before it is added to the residual stream."""
+
+
 @dataclass(frozen=True)
 class LinearStep:
-    """One step of `ops.cuda.linear_chain`: `linear`, or with a gain `norm_linear`."""
+    """One step of `ops.cuda.linear_chain`: `linear`, or with a gain or a post `norm_linear`."""
 
     weight: PackedLinear
     bias: Tensor | None = None
     gain: Tensor | None = None  # (K,) fp32: the residual stream takes the step's input and is normed
     eps: float = 0.0
-    gated: bool = False  # with a gain: then `swiglu`
-    plus_one: bool = False  # the gain is 1 + `gain`
+    gate: Gate | None = None  # of a `norm_linear`
+    plus_one: bool = False  # gains are 1 + what is given
+    post: PostNorm | None = None  # with a residual stream
 
 
 def scheme(weight: Weight) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ from nibblelm.graph import Graph, Value, fused, record
 from nibblelm.kv_cache import KVCache
 from nibblelm.layers import Step
 from nibblelm.models import families, family
-from nibblelm.ops.types import ActivationBits, Int8Pages, PackedLinear, Pages, Weight
+from nibblelm.ops.types import ActivationBits, Int8Pages, PackedLinear, Pages, PostNorm, Weight
 from nibblelm.random_weights import RandomWeights
 from nibblelm.runner import Runner
 
@@ -142,19 +142,20 @@ def step_of(
 
 
 def names(graph: Graph) -> list[str]:
-    """The ops in their order; of a chain its modules, with their norm and swiglu."""
+    """The ops in their order; of a chain its modules, with their norms and gate."""
 
-    def step(weight: PackedLinear, gain: Tensor | None, gated: bool) -> str:
+    def step(weight: PackedLinear, gain: Tensor | None, gate: str | None, post: PostNorm | None) -> str:
         last = "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in weight.data)
-        return ("norm+" if gain is not None else "") + last + ("+swiglu" if gated else "")
+        first = ("norm+" if post else "") + ("norm+" if gain is not None else "add+" if post else "")
+        return first + last + {None: "", "silu": "+swiglu", "tanh": "+geglu"}[gate]
 
     found = []
     for node in graph.nodes:
         a = node.attributes
         if node.op == "linear_chain":
-            found.append(" > ".join(step(s.weight, s.gain, s.gated) for s in a["steps"]))
+            found.append(" > ".join(step(s.weight, s.gain, s.gate, s.post) for s in a["steps"]))
         elif node.op in {"linear", "norm_linear"}:
-            found.append(step(a["weight"], a.get("gain"), a.get("gated", False)))
+            found.append(step(a["weight"], a.get("gain"), a.get("gate"), a.get("post")))
         elif node.op != "heads":
             found.append(node.op)
     return found
@@ -163,25 +164,48 @@ def names(graph: Graph) -> list[str]:
 BETWEEN = "o > norm+gate/up+swiglu > down"
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "gemma"])
 def test_a_decode_step_runs_one_kernel_between_attentions(model_type: str) -> None:
     """The launches that the recorded speed was measured with; as many with an int8 cache."""
+    between = BETWEEN.replace("swiglu", "geglu") if model_type == "gemma" else BETWEEN
     for kv_dtype in (BF16, torch.int8):
         assert names(fused(step_of(raw_config(model_type), ShapesOnly(), kv_dtype=kv_dtype))) == [
-            "embedding", "norm+q/k/v", "rope_attention", f"{BETWEEN} > norm+q/k/v", "rope_attention",
-            f"{BETWEEN} > norm+q/k/v", "rope_attention", BETWEEN, "norm+lm_head",
+            "embedding", "norm+q/k/v", "rope_attention", f"{between} > norm+q/k/v", "rope_attention",
+            f"{between} > norm+q/k/v", "rope_attention", between, "norm+lm_head",
         ]  # fmt: skip
 
 
-def test_parallel_blocks_and_norms_on_both_sides() -> None:
-    """Both norms of a GPT-NeoX layer read one sum; Gemma 2's second norm stands between a linear and the sum."""
+def test_norms_on_both_sides() -> None:
+    """What a block gives is normed, added and normed again on its way into the next linear."""
+    between = "o > norm+norm+gate_up+swiglu > down"
+    assert names(fused(step_of(raw_config("glm4", num_hidden_layers=2), ShapesOnly()))) == [
+        "embedding", "norm+q/k/v", "rope_append", "attention", f"{between} > norm+norm+q/k/v", "rope_append",
+        "attention", between, "norm+norm+lm_head",
+    ]  # fmt: skip
+    for model_type, last in (("gemma2", ["softcap"]), ("gemma3_text", [])):
+        attention = ["rope_append", "attention"] if model_type == "gemma2" else ["rope_attention"]
+        between = "o > norm+norm+gate/up+geglu > down"
+        assert names(fused(step_of(raw_config(model_type, num_hidden_layers=2), ShapesOnly()))) == [
+            "embedding", "norm+q/k/v", *attention, f"{between} > norm+norm+q/k/v", *attention, between,
+            "norm+norm+lm_head", *last,
+        ]  # fmt: skip
+
+
+def test_norms_last() -> None:
+    """The sum goes into the next linear as it is."""
+    between = "o > norm+add+gate/up+swiglu > down"
+    attention = ["columns", "columns", "columns", "rms_norm", "rms_norm", "append", "attention"]
+    for model_type in ("olmo2", "olmo3"):
+        assert names(fused(step_of(raw_config(model_type, num_hidden_layers=2), ShapesOnly()))) == [
+            "embedding", "q/k/v", *attention, f"{between} > norm+add+q/k/v", *attention, between, "norm+norm+lm_head"
+        ]  # fmt: skip
+
+
+def test_parallel_blocks() -> None:
+    """Both norms of a GPT-NeoX layer read one sum."""
     dense = ["rope_append", "attention", "dense", "layer_norm", "dense_h_to_4h", "gelu", "dense_4h_to_h", "add"]
     assert names(fused(step_of(raw_config("gpt_neox", num_hidden_layers=2), ShapesOnly()))) == [
         "embedding", *(2 * ["layer_norm", "query_key_value", *dense]), "layer_norm", "embed_out"
-    ]  # fmt: skip
-    layer = ["rope_append", "attention", "o", "rms_norm", "norm+gate/up", "geglu", "down", "rms_norm"]
-    assert names(fused(step_of(raw_config("gemma2", num_hidden_layers=2), ShapesOnly()))) == [
-        "embedding", "norm+q/k/v", *layer, "norm+q/k/v", *layer, "norm+lm_head", "softcap"
     ]  # fmt: skip
 
 

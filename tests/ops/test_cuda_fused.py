@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.ops import PackedLinear, QuantizedWeight, cuda
-from nibblelm.ops.types import LinearStep, Weight
+from nibblelm.ops.types import Gate, LinearStep, PostNorm, Weight
 
 USABLE, REASON = cuda.available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -45,25 +45,34 @@ def rows(m: int, k: int, seed: int) -> Tensor:
 
 def norm_linear_by_parts(
     x: Tensor,
-    gain: Tensor,
+    gain: Tensor | None,
     residual: Tensor | None,
     weight: PackedLinear,
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     plus_one: bool = False,
-    gated: bool = False,
+    gate: Gate | None = None,
+    post: PostNorm | None = None,
 ) -> tuple[Tensor, Tensor]:
-    normed, h = ops.rms_norm(x, gain, EPS, residual, plus_one)
+    if post is not None:
+        x = ops.rms_norm(x, *post, None, plus_one)[0]
+    if gain is None:
+        normed = h = ops.add(x, residual)  # type: ignore[arg-type]
+    else:
+        normed, h = ops.rms_norm(x, gain, EPS, residual, plus_one)
     y = ops.linear(normed, weight, bias, dtype=dtype)
-    return (ops.swiglu(y, weight.pairs) if gated else y), h
+    if gate is not None:
+        y = ops.swiglu(y, weight.pairs) if gate == "silu" else ops.geglu(y, "tanh", weight.pairs)
+    return y, h
 
 
 def chain_by_parts(x: Tensor, residual: Tensor | None, steps: list[LinearStep]) -> tuple[Tensor, Tensor | None]:
     for s in steps:
-        if s.gain is None:
+        if s.gain is None and s.post is None:
             x = ops.linear(x, s.weight, s.bias)
         else:
-            x, residual = norm_linear_by_parts(x, s.gain, residual, s.weight, s.bias, x.dtype, s.plus_one, s.gated)
+            how = (s.weight, s.bias, x.dtype, s.plus_one, s.gate, s.post)
+            x, residual = norm_linear_by_parts(x, s.gain, residual, *how)
     return x, residual
 
 
@@ -75,32 +84,63 @@ SIZES = [(kind, k) for kind in KINDS for k in (64, 520, 896, 2048, 4096, 5120, 1
 
 
 @pytest.mark.parametrize(("kind", "k"), SIZES, ids=str)
-@pytest.mark.parametrize("gated", [False, True])
-def test_norm_linear_has_the_bits_of_its_parts(kind: tuple[int, int | torch.dtype], k: int, gated: bool) -> None:
-    weight = packed(160, k, kind, pairs=gated)
-    assert weight.pairs == gated
+@pytest.mark.parametrize("gate", [None, "silu", "tanh"])
+def test_norm_linear_has_the_bits_of_its_parts(kind: tuple[int, int | torch.dtype], k: int, gate: Gate | None) -> None:
+    weight = packed(160, k, kind, pairs=gate is not None)
+    assert weight.pairs == (gate is not None)
     gain = (torch.rand(k, generator=torch.Generator().manual_seed(5)) + 0.5).to(DEVICE)
-    bias = None if gated else torch.randn(160, device=DEVICE)
+    bias = None if gate else torch.randn(160, device=DEVICE)
+    post = (torch.randn(k, generator=torch.Generator().manual_seed(6)).to(DEVICE), 1e-2)
     for m in (1, 2, 5, 8, 9, 16, 17, 70):
         x, residual = rows(m, k, m), rows(m, k, m + 100)
-        for added, plus_one in ((residual, False), (None, True)):
-            want = norm_linear_by_parts(x, gain, added, weight, bias, plus_one=plus_one, gated=gated)
-            got = cuda.norm_linear(x, gain, EPS, weight, added, bias, plus_one=plus_one, gated=gated)
+        for g, added, plus_one, first in (
+            (gain, residual, False, None), (gain, None, True, None), (gain, residual, True, post),
+            (None, residual, False, post),
+        ):  # fmt: skip
+            want = norm_linear_by_parts(x, g, added, weight, bias, plus_one=plus_one, gate=gate, post=first)
+            got = cuda.norm_linear(x, g, EPS, weight, added, bias, plus_one=plus_one, gate=gate, post=first)
             assert want[0].isfinite().all()
             assert torch.equal(got[0], want[0])
             assert torch.equal(got[1], want[1])
-            assert torch.equal(want[1], x if added is None else (x.float() + added.float()).bfloat16())
+            if first is None:
+                assert torch.equal(want[1], x if added is None else (x.float() + added.float()).bfloat16())
 
 
-def chain_steps(kind: tuple[int, int | torch.dtype], hidden: int, inner: int, heads: int) -> list[LinearStep]:
-    """What stands between two attentions: o, gate/up, down, q/k/v."""
-    gain = [(torch.rand(hidden, generator=torch.Generator().manual_seed(i)) + 0.5).to(DEVICE) for i in range(2)]
+def float64_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(1, keepdim=True) + eps).sqrt() * gain.double()
+
+
+@pytest.mark.parametrize("m", [1, 5, 33])
+def test_a_norm_before_the_sum_is_near_float64(m: int) -> None:
+    """h, rounded to bf16 twice, and norm(h), as an identity's product shows it, once: 2^-8 of it at most each time, and
+    what two roundings and sums in fp32 add to that."""
+    k, rounding = 520, 2.0**-8 + 2.0**-15
+    weight = ops.pack_linear([torch.eye(k).bfloat16()], DEVICE)
+    generator = torch.Generator().manual_seed(m)
+    gain, own = ((torch.rand(k, generator=generator) + 0.5).to(DEVICE) for _ in range(2))
+    x, residual = rows(m, k, m), rows(m, k, m + 100)
+    y, h = cuda.norm_linear(x, gain, EPS, weight, residual, post=(own, 0.5))
+    post = float64_norm(x.double(), own, 0.5)
+    total = residual.double() + post
+    assert ((h.double() - total).abs() <= rounding * (post.abs() + total.abs())).all()
+    want = float64_norm(h.double(), gain, EPS)
+    assert ((y.double() - want).abs() <= rounding * want.abs()).all()
+
+
+def chain_steps(
+    kind: tuple[int, int | torch.dtype], hidden: int, inner: int, heads: int, norms: str = "first"
+) -> list[LinearStep]:
+    """What stands between two attentions: o, gate/up, down, q/k/v; norms before each block, behind it, or both."""
+    gains = [(torch.rand(hidden, generator=torch.Generator().manual_seed(i)) + 0.5).to(DEVICE) for i in range(4)]
+    gain = [None if norms == "last" else g for g in gains[:2]]
+    post = [None if norms == "first" else (g, 0.1) for g in gains[2:]]
+    gate: Gate = "tanh" if norms == "both" else "silu"
     bias = torch.randn(heads + 64, generator=torch.Generator().manual_seed(9)).to(DEVICE)
     return [
         LinearStep(packed(hidden, heads, kind, False, 1)),
-        LinearStep(packed(2 * inner, hidden, kind, True, 2), None, gain[0], EPS, gated=True),
+        LinearStep(packed(2 * inner, hidden, kind, True, 2), None, gain[0], EPS, gate, post=post[0]),
         LinearStep(packed(hidden, inner, kind, False, 3)),
-        LinearStep(packed(heads + 64, hidden, kind, False, 4), bias, gain[1], EPS),
+        LinearStep(packed(heads + 64, hidden, kind, False, 4), bias, gain[1], EPS, post=post[1]),
     ]
 
 
@@ -117,15 +157,19 @@ CHAINS = [
     (2048, 8192, 2048),
     (4096, 14336, 4096),
     (520, 5120, 512),
+    (5120, 1024, 512),  # the norms' rows take several rounds
 ]
 
 
 @pytest.mark.parametrize("sizes", CHAINS, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_chain_has_the_bits_of_its_steps(kind: tuple[int, int | torch.dtype], sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("norms", ["first", "both", "last"])
+def test_chain_has_the_bits_of_its_steps(
+    kind: tuple[int, int | torch.dtype], sizes: tuple[int, int, int], norms: str
+) -> None:
     if not all(_divides(kind, k) for k in sizes):
         kind = (kind[0], -1)
-    steps = chain_steps(kind, *sizes)
+    steps = chain_steps(kind, *sizes, norms)
     for m in (1, 3, 40):
         x, residual = rows(m, sizes[2], m), rows(m, sizes[0], m + 100)
         want = chain_by_parts(x, residual, steps)
@@ -178,11 +222,15 @@ def test_what_has_no_kernel_is_refused() -> None:
     weight, gain = packed(64, 172, (8, -1), pairs=True), torch.ones(172, device=DEVICE)
     for x in (rows(2, 172, 1).float(), rows(2, 172, 1), rows(40, 172, 1)):
         with pytest.raises(ValueError, match=r"norm_linear: x \(.*172\).*multiple of 8"):
-            cuda.norm_linear(x, gain, EPS, weight, gated=True)
+            cuda.norm_linear(x, gain, EPS, weight, gate="silu")
     gain, x = torch.ones(176, device=DEVICE), rows(2, 176, 1)
     for pairs, bias in ((True, torch.zeros(64, device=DEVICE)), (False, None)):
-        with pytest.raises(ValueError, match="gated pairs, no bias"):
-            cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), pairs), None, bias, gated=True)
+        with pytest.raises(ValueError, match="gates in pairs, no bias"):
+            cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), pairs), None, bias, gate="silu")
+    with pytest.raises(ValueError, match="no residual"):
+        cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), False), post=(gain, EPS))
+    with pytest.raises(ValueError, match=r"gain \(172,\)"):
+        cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), False), x, post=(gain[:172], EPS))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -196,6 +244,7 @@ def test_pairs_are_the_same_gate_and_up(kind: tuple[int, int | torch.dtype], dty
         order = torch.arange(176).view(2, 11, 8).transpose(0, 1).flatten().to(DEVICE)
         assert torch.equal(got, want[:, order])
         assert torch.equal(ops.swiglu(got, pairs=True), ops.swiglu(want))
+        assert torch.equal(ops.geglu(got, "tanh", pairs=True), ops.geglu(want, "tanh"))
         gate, up = want.double().chunk(2, 1)
         truth = torch.nn.functional.silu(gate) * up
         found = ops.swiglu(got, pairs=True).double()
@@ -214,7 +263,12 @@ def test_parts_that_do_not_pair_stay_apart() -> None:
 def test_small_fused_case(kind: tuple[int, int | torch.dtype], m: int) -> None:
     weight, gain = packed(48, 128, kind, pairs=True), torch.ones(128, device=DEVICE)
     x, residual = rows(m, 128, 1), rows(m, 128, 2)
-    want = norm_linear_by_parts(x, gain, residual, weight, gated=True)
-    got = cuda.norm_linear(x, gain, EPS, weight, residual, gated=True)
-    assert torch.equal(got[0], want[0])
-    assert torch.equal(got[1], want[1])
+    post = (gain * 0.5, EPS)
+    cases: list[tuple[Tensor | None, PostNorm | None, Gate]] = [
+        (gain, None, "silu"), (gain, post, "tanh"), (None, post, "silu")
+    ]  # fmt: skip
+    for own, first, gate in cases:
+        want = norm_linear_by_parts(x, own, residual, weight, gate=gate, post=first)
+        got = cuda.norm_linear(x, own, EPS, weight, residual, gate=gate, post=first)
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
