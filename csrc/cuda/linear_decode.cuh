@@ -259,7 +259,8 @@ __device__ __forceinline__ void ask_for_records(const DecodeArgs& a) {
 }
 
 // With one row of x at most 96 registers a thread, so that a block of attention fits beside; up to 4 rows, two blocks.
-template <WeightFormat F, bool Grouped, int D, int C, bool Joined>
+// Post: some link has a post_gain; those without want its registers.
+template <WeightFormat F, bool Grouped, int D, int C, bool Joined, bool Post>
 __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     linear_decode_kernel(const __grid_constant__ DecodeChain chain) {
   if constexpr (Joined && !ImageCopy::kJoins) return;  // never launched
@@ -326,7 +327,7 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
         }
       }
     } else {
-      prepare_image<F, Grouped, D, C>(a, image, shared + p.red_at, at.part, wait);
+      prepare_image<F, Grouped, D, C, Post>(a, image, shared + p.red_at, at.part, wait);
     }
     __syncthreads();
     if constexpr (kCopied) barrier_wait(copy.barriers + p.block_slices() * 8, 0);
@@ -338,12 +339,12 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
 
 // ---- launcher ------------------------------------------------------------------------------------------------
 
-template <WeightFormat F, bool Grouped, int D, int C>
+template <WeightFormat F, bool Grouped, int D, int C, bool Post>
 void launch_decode(const DecodeChain& chain, const Launch& launch, const std::string& what) {
   const auto text = [&] { return what; };
   const DecodeArgs& a = chain.links[0];
   if (a.images != nullptr) {
-    launch_kernel(launch, text, linear_planes_kernel<F, Grouped, D, C>, dim3(a.plan.m), dim3(kDecodeThreads),
+    launch_kernel(launch, text, linear_planes_kernel<F, Grouped, D, C, Post>, dim3(a.plan.m), dim3(kDecodeThreads),
                   stage_row_bytes<F, D>(a), a);
   }
   int grid = 0, shared_bytes = 0;
@@ -353,13 +354,24 @@ void launch_decode(const DecodeChain& chain, const Launch& launch, const std::st
   }
   if constexpr (C > 1) {
     if (a.plan.joined) {
-      launch_cluster(launch, text, linear_decode_kernel<F, Grouped, D, C, true>, 2, dim3(grid), dim3(kDecodeThreads),
+      launch_cluster(launch, text, linear_decode_kernel<F, Grouped, D, C, true, false>, 2, dim3(grid), dim3(kDecodeThreads),
                      shared_bytes, chain);
       return;
     }
   }
-  launch_kernel(launch, text, linear_decode_kernel<F, Grouped, D, C, false>, dim3(grid), dim3(kDecodeThreads),
+  launch_kernel(launch, text, linear_decode_kernel<F, Grouped, D, C, false, Post && C == 1>, dim3(grid), dim3(kDecodeThreads),
                 shared_bytes, chain);
+}
+
+template <WeightFormat F, bool Grouped, int D, int C>
+void launch_decode(const DecodeChain& chain, const Launch& launch, const std::string& what) {
+  if constexpr (!kFloatActivations<F, D>) {
+    const auto post = [](const DecodeArgs& link) { return link.post_gain != nullptr; };
+    if (std::any_of(chain.links, chain.links + chain.count, post)) {
+      return launch_decode<F, Grouped, D, C, true>(chain, launch, what);
+    }
+  }
+  launch_decode<F, Grouped, D, C, false>(chain, launch, what);
 }
 
 template <WeightFormat F, bool Grouped, int D>

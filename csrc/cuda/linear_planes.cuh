@@ -171,10 +171,11 @@ __device__ __forceinline__ Chunk<Float> load_chunk(const DecodeArgs& a, int row,
 struct RowSource {
   const bf16 *x, *residual, *h;  // the latter two or null; residual: where it is added to x as it is
 
-  __device__ __forceinline__ RowSource(const DecodeArgs& a, int row, int k)
+  // `norms_x`: x is normed before the residual is added.
+  __device__ __forceinline__ RowSource(const DecodeArgs& a, int row, int k, bool norms_x)
       : x(keep(static_cast<const bf16*>(a.x) + row * a.x_stride + k)), residual(nullptr), h(nullptr) {
     if (a.residual == nullptr) return;
-    if (a.post_gain == nullptr) residual = keep(residual_of(a, row, k));
+    if (!norms_x) residual = keep(residual_of(a, row, k));
     if (static_cast<int>(blockIdx.x) == row)
       h = keep(static_cast<const bf16*>(a.h) + static_cast<int64_t>(row) * a.k + k);
   }

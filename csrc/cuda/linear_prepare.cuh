@@ -251,21 +251,23 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
 }
 
 // The same for a row of which every thread has at most 8 R activations, after an RMSNorm where there is one, and one
-// before the residual is added: they stay in registers, and what does not depend on them is done before the wait for
-// what stores them. `slice_sums` in shared memory (D a slice of the block's) gets the digit sums.
-template <WeightFormat F, bool Grouped, int D, int R, class To, class Wait>
+// before the residual is added (Post: where there may be one): they stay in registers, and what does not depend on them
+// is done before the wait for what stores them. `slice_sums` in shared memory (D a slice of the block's) gets the digit
+// sums.
+template <WeightFormat F, bool Grouped, int D, int R, bool Post, class To, class Wait>
 __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, const WarpShare& share,
                                                   RowScratch<D>& scratch, const To& to, int* slice_sums, Wait wait) {
   constexpr bool kScaled{Format<F>::kScaled}, kSummed{Format<F>::kInteger && !Grouped};
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, begin = share.begin(), step = share.step();
   const int last = min(share.last, a.k);
-  const RowSource source(a, row, begin);
+  const RowSource source(a, row, begin, Post && a.post_gain != nullptr);
   // 1: of the sum with the residual; 2: of x too; 3: of x alone
-  const int norms = keep(a.post_gain == nullptr ? a.gain != nullptr : a.gain != nullptr ? 2 : 3);
+  const int plain = a.gain != nullptr;
+  const int norms = keep(!Post || a.post_gain == nullptr ? plain : plain == 1 ? 2 : 3);
   const float each = keep(1.0f / static_cast<float>(a.k)), eps = keep(a.eps);
   float gain[8]{}, post_gain[8]{};
-  if (R == 1 && norms > 0 && norms < 3 && begin < last) load_gain(a, a.gain, begin, gain);
-  if (R == 1 && norms > 1 && begin < last) load_gain(a, a.post_gain, begin, post_gain);
+  if (R == 1 && norms > 0 && (!Post || norms < 3) && begin < last) load_gain(a, a.gain, begin, gain);
+  if (Post && R == 1 && norms > 1 && begin < last) load_gain(a, a.post_gain, begin, post_gain);
   wait();
   // No more than the slices have: what lies behind belongs to other warps already.
   if (kSummed && static_cast<int>(threadIdx.x) < share.slices * D) slice_sums[threadIdx.x] = 0;
@@ -289,7 +291,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
     }
   };
   if (norms > 0) {
-    if (norms > 1) [[unlikely]] {
+    if (Post && norms > 1) {
       Chunk<false> first{};  // asked for before the norm where registers allow
       if (R == 1 && begin < last) first = RowSource::read(RowSource::residual_of(a, row, begin));
       norm(a.post_gain, post_gain, a.post_eps);
@@ -301,7 +303,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
           x[r] = source.sum(x[r], R == 1 ? first : RowSource::read(RowSource::residual_of(a, row, k)), r * step);
       }
     }
-    if (norms < 3) norm(a.gain, gain, eps);
+    if (!Post || norms < 3) norm(a.gain, gain, eps);
   }
   float inverse{1.0f}, scale{1.0f};
   if constexpr (kScaled) {
@@ -325,7 +327,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
 }
 
 // Row blockIdx.x to memory, in whatever form `to` gives it; `stage`: 2 K bytes of shared memory, unless x is fp32.
-template <WeightFormat F, bool Grouped, int D, class To>
+template <WeightFormat F, bool Grouped, int D, bool Post, class To>
 __device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const WarpShare& share, RowScratch<D>& scratch,
                                                   const To& to, uint8_t* stage) {
   const int row = blockIdx.x;
@@ -336,8 +338,8 @@ __device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const War
   if constexpr (!kFloatActivations<F, D>) {
     if (a.x_aligned && a.plan.row_rounds <= kMostRounds) {
       a.plan.row_rounds == 1
-          ? prepare_short_row<F, Grouped, D, 1>(a, row, share, scratch, to, scratch.sums, wait)
-          : prepare_short_row<F, Grouped, D, kMostRounds>(a, row, share, scratch, to, scratch.sums, wait);
+          ? prepare_short_row<F, Grouped, D, 1, Post>(a, row, share, scratch, to, scratch.sums, wait)
+          : prepare_short_row<F, Grouped, D, kMostRounds, Post>(a, row, share, scratch, to, scratch.sums, wait);
       if constexpr (Format<F>::kInteger && !Grouped) put_slice_sums<D>(share, scratch, to, true);
       return;
     }
@@ -356,7 +358,7 @@ int stage_row_bytes(const DecodeArgs& a) {
 
 // One block per row, for plans whose blocks copy their part's image instead of preparing it again. It fits beside a
 // block of the kernel ahead.
-template <WeightFormat F, bool Grouped, int D, int C>
+template <WeightFormat F, bool Grouped, int D, int C, bool Post>
 __global__ void __launch_bounds__(kDecodeThreads, 2) linear_planes_kernel(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(16) uint8_t stage[];
   __shared__ RowScratch<D> scratch;
@@ -368,12 +370,12 @@ __global__ void __launch_bounds__(kDecodeThreads, 2) linear_planes_kernel(const 
             begin = share.first / kStepK - first_step;
   const int at = p.planes_of(share.slice & (p.block_slices() - 1), row, begin, share.last / kStepK - first_step);
   uint8_t* const planes = image + p.planes_at + at - begin * kStepK * p.column_bytes;
-  prepare_to_memory<F, Grouped, D>(a, share, scratch, ImageRow<F, D, C>{planes, first_step * kStepK, image, row, a},
-                                   stage);
+  prepare_to_memory<F, Grouped, D, Post>(a, share, scratch,
+                                         ImageRow<F, D, C>{planes, first_step * kStepK, image, row, a}, stage);
 }
 
 // Waits for what has stored x and brings the block's image to shared memory; `scratch` there holds a RowScratch.
-template <WeightFormat F, bool Grouped, int D, int C, class Wait>
+template <WeightFormat F, bool Grouped, int D, int C, bool Post, class Wait>
 __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, void* scratch, int part, Wait wait) {
   const DecodePlan& p = a.plan;
   RowScratch<D>& sums = *static_cast<RowScratch<D>*>(scratch);
@@ -382,8 +384,8 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
       const WarpShare share(a, 0, p.block_log);
       const ImageRow<F, D, 1> to{image + p.planes_at + share.slice * p.plane_pad, 0, image, 0, a};
       int* const digits = to.sums();
-      p.row_rounds == 1 ? prepare_short_row<F, Grouped, D, 1>(a, 0, share, sums, to, digits, wait)
-                        : prepare_short_row<F, Grouped, D, kMostRounds>(a, 0, share, sums, to, digits, wait);
+      p.row_rounds == 1 ? prepare_short_row<F, Grouped, D, 1, Post>(a, 0, share, sums, to, digits, wait)
+                        : prepare_short_row<F, Grouped, D, kMostRounds, Post>(a, 0, share, sums, to, digits, wait);
       return;
     }
   }
