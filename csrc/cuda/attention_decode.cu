@@ -333,14 +333,15 @@ Choice choice(int heads) {
 // The result is the same whatever is chosen.
 template <int D, class T, bool kFused>
 Choice choose(const AttentionArgs& a) {
-  const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 4096;
+  constexpr int kStatic{static_cast<int>(sizeof(Prepared<kFused ? D : 0, T>)) + 256};  // beside what is asked for
+  const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStatic;
   const int per_kv = a.heads / a.cache.kv_heads, heads = std::min(kHeads, per_kv);
   const int64_t blocks = a.rows * a.cache.kv_heads * ceil_div(per_kv, kHeads);
-  const bool many = 4 * blocks >= 3 * device_attribute(cudaDevAttrMultiProcessorCount) &&
-                    room >= ManyForm<D, T>::kBytes + PartSpace<ManyForm<D, T>>::bytes(heads);
-  if constexpr (!kFused)
-    if (has_options(a))
-      return many ? choice<ManyForm<D, T>, true, false>(heads) : choice<RowForm<D, T>, true, false>(heads);
+  const bool crowd = 4 * blocks >= 3 * device_attribute(cudaDevAttrMultiProcessorCount) &&
+                     room >= ManyForm<D, T>::kBytes + PartSpace<ManyForm<D, T>>::bytes(heads);
+  const bool many = crowd || room < RowForm<D, T>::kBytes;  // with heads of 256 on a card of 99 KB
+  if (has_options(a))
+    return many ? choice<ManyForm<D, T>, true, kFused>(heads) : choice<RowForm<D, T>, true, kFused>(heads);
   if (many) return choice<ManyForm<D, T>, false, kFused>(heads);
   if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<D, T>::kBytes)
     return choice<LongForm<D, T>, false, kFused>(heads);
@@ -421,7 +422,10 @@ bool with_tensor_cores(const AttentionArgs& a, F&& f) {
 
 int64_t attention_workspace(const AttentionArgs& a) {
   int64_t bytes{0};
-  if (with_tensor_cores(a, [&]<int D, class T>() { bytes = Division::of(a, choose<D, T, false>(a)).chunks.bytes; }))
+  const auto of = [&](const Choice& chosen) { return Division::of(a, chosen).chunks.bytes; };
+  if (with_tensor_cores(a, [&]<int D, class T>() {
+        bytes = std::max(of(choose<D, T, false>(a)), of(choose<D, T, true>(a)));
+      }))
     return bytes;
   return attention_workspace_fma(a);
 }
@@ -432,7 +436,7 @@ void attention_decode(const AttentionArgs& a, const Launch& launch) {
 }
 
 bool attention_fuses(const AttentionArgs& a, const RopeTable& t) {
-  return with_tensor_cores(a, [&]<int, class>() {}) && a.cache.head_dim <= 128 && !has_options(a) &&
+  return with_tensor_cores(a, [&]<int, class>() {}) && a.slopes == nullptr && a.mask == nullptr &&
          a.prefix == nullptr && a.starts == nullptr && t.streams == 1 && !t.interleaved &&
          2 * t.half == a.cache.head_dim;
 }
@@ -441,9 +445,7 @@ void attention_rope(const AttentionArgs& a, const RopeTable& table, const float*
                     bool plus_one, const Launch& launch) {
   if (!attention_fuses(a, table)) throw std::invalid_argument(describe("rope_attention", a) + ": not a fused case");
   const HeadArgs head_args{table.cos, table.sin, q_norm, k_norm, eps, plus_one};
-  with_tensor_cores(a, [&]<int D, class T>() {
-    if constexpr (D <= 128) launch_decode<D, T, true>(a, head_args, launch);
-  });
+  with_tensor_cores(a, [&]<int D, class T>() { launch_decode<D, T, true>(a, head_args, launch); });
 }
 
 }  // namespace nibblelm::cuda

@@ -113,8 +113,8 @@ struct RawHeads {
     for (int i = 0; i < kValues; ++i) to.q[warp][lane + kWarp * i] = q[0][i];
     if (warp == 0) put({to.key_value[0], to.scales}, key);
     if (warp == 1) put({to.key_value[1], to.scales + 1}, value);
-    if (warp == 2) put(new_key, key);
-    if (warp == 3) put(new_value, value);
+    if (warp == kWarps - 2) put(new_key, key);
+    if (warp == kWarps - 1) put(new_value, value);
 #pragma unroll
     for (int n = 1; n < kRounds; ++n) {
       if (warp + n * kWarps >= heads) break;

@@ -64,16 +64,16 @@ def rope_attention(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]
     (attention,), options = rest, append.attributes
     cache, cos = options["k_cache"], options["cos"]
     head_dim = cache.shape[3]
-    plain = attention.attributes.keys() <= {"k_cache", "v_cache", "tables", "scale", "window"}
+    plain = attention.attributes.keys() <= {"k_cache", "v_cache", "tables", "scale", "window", "softcap"}
     if (
         not plain or not attention.inputs.keys() <= {"q", "positions", "slots"} or "places" in append.inputs
         or options.get("interleaved", False)
-        or not attention.reads(append.outputs[0], "q") or head_dim not in {64, 128} or 2 * cos.shape[1] != head_dim
+        or not attention.reads(append.outputs[0], "q") or head_dim not in {64, 128, 256} or 2 * cos.shape[1] != head_dim
         or append.inputs["qkv"].dtype != torch.bfloat16 or cache.dtype not in {torch.bfloat16, torch.int8}
         or cos.shape[0] < options["tables"].shape[1] * PAGE
     ):  # fmt: skip
         return None
-    own = {name: attention.attributes[name] for name in ("scale", "window")}
+    own = {name: value for name, value in attention.attributes.items() if name in ("scale", "window", "softcap")}
     return 2, [Node("rope_attention", append.inputs, options | own, attention.outputs)]
 
 

@@ -117,7 +117,6 @@ def rope_append(
 
 
 AttentionOptions = tuple[float, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-_PLAIN: AttentionOptions = (0.0, None, None, None, None)
 
 
 def _attention_args(
@@ -201,6 +200,7 @@ def rope_attention(
     scale: float,
     window: int = 0,
     *,
+    softcap: float = 0.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -209,16 +209,17 @@ def rope_attention(
 ) -> Tensor:
     """`rope_append`, then `attention`: (M, H + 2 Hkv, D) -> (M, H * D), with their bits, in one kernel.
 
-    Arguments as in the two; bf16 (the cache also int8), D 64 or 128, whole heads rotated in halves, cos and sin with a
-    row for every position of a table (else ValueError). Rows have different slots. qkv is undefined afterwards.
+    Arguments as in the two; bf16 (the cache also int8), D 64, 128 or 256, whole heads rotated in halves, cos and sin
+    with a row for every position of a table (else ValueError). Rows have different slots. qkv is undefined afterwards.
     """
     q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
     table = _rope_table(qkv, positions, cos, sin, interleaved)
-    args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, _PLAIN, None)
+    options: AttentionOptions = (softcap, None, None, None, None)
+    args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, options, None)
     require_arguments(
         cos.shape[0] >= tables.shape[1] * PAGE and kernels.attention_fuses(args, table)
         and vector(q_norm, q.shape[2]) and vector(k_norm, q.shape[2]),
-        "rope_attention", "bf16 of D 64 or 128, rotated whole in halves, cos of W * PAGE rows or more, norms (D,)",
+        "rope_attention", "bf16 of D 64, 128 or 256, rotated whole in halves, cos of W * PAGE rows or more, norms (D,)",
         qkv, cos, q_norm, k_norm,
     )  # fmt: skip
     norms = (address(q_norm), address(k_norm), eps, plus_one)

@@ -55,10 +55,11 @@ def make_projection(
     return c | {"cos": angles.cos().float(), "sin": angles.sin().float()}
 
 
-def by_parts(c: dict[str, Any], window: int = 0, **norms: Any) -> Tensor:
+def by_parts(c: dict[str, Any], window: int = 0, softcap: float = 0.0, **norms: Any) -> Tensor:
     """rope_append, then attention."""
     q = ops.rope_append(**{name: value for name, value in c.items() if name != "scale"}, **norms)
-    return ops.attention(q, c["k_cache"], c["v_cache"], c["slots"], c["positions"], c["tables"], c["scale"], window)
+    places = [c[name] for name in ("k_cache", "v_cache", "slots", "positions", "tables", "scale")]
+    return ops.attention(q, *places, window, softcap=softcap)
 
 
 def run_rope_attention(c: dict[str, Any], together: bool, **options: Any) -> tuple[Tensor, Any, Any]:
@@ -69,14 +70,22 @@ def run_rope_attention(c: dict[str, Any], together: bool, **options: Any) -> tup
 
 
 def oracle(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, positions: Tensor, scale: float, window: int
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Float64 attention row by row: the result and the same with |v|."""
     out, magnitude = [], []
     for row, slot, position in zip(q.double(), slots.tolist(), positions.tolist(), strict=True):
         seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
         k, v = (t[slot, :, seen].double().repeat_interleave(len(row) // t.shape[1], 0) for t in (k_cache, v_cache))
-        p = torch.softmax(torch.einsum("hd,hpd->hp", row, k) * scale, -1)
+        scores = torch.einsum("hd,hpd->hp", row, k) * scale
+        p = torch.softmax(softcap * torch.tanh(scores / softcap) if softcap else scores, -1)
         out.append(torch.einsum("hp,hpd->hd", p, v).flatten())
         magnitude.append(torch.einsum("hp,hpd->hd", p, v.abs()).flatten())
     return torch.stack(out), torch.stack(magnitude)
@@ -93,32 +102,35 @@ def check_rope_attention(c: dict[str, Any], together: bool = True, **options: An
     else:
         with pytest.raises(ValueError, match=r"rope_attention|attention: got|rope: got"):
             run_rope_attention(c, True, **options)
-    window = options.pop("window", 0)
+    window, softcap = options.pop("window", 0), options.pop("softcap", 0.0)
     caches = {name: copied(c[name]) for name in ("k_cache", "v_cache")}
     places = [c[name] for name in ("positions", "slots", "tables", "cos", "sin")]
     q = ops.rope_append(c["qkv"].clone(), *places, *caches.values(), **options)
     plain = {"q": q, "slots": c["slots"], "positions": c["positions"], "scale": c["scale"], **caches}
-    assert same_bits(ops.attention(**plain, tables=c["tables"], window=window), fused[0])
+    assert same_bits(ops.attention(**plain, tables=c["tables"], window=window, softcap=softcap), fused[0])
     live = c["slots"] >= 0
     rows = {name: plain[name][live] for name in ("q", "slots", "positions")}
     caches = {name: positions_of(cache, c["tables"]) for name, cache in caches.items()}
-    want, magnitude = oracle(**(plain | rows | caches), window=window)
+    want, magnitude = oracle(**(plain | rows | caches), window=window, softcap=softcap)
     assert ((fused[0][live].double() - want).abs() <= BOUND[q.dtype] * (magnitude + 1e-3)).all()
     assert fused[0][~live].eq(0).all()
     return fused[0]
 
 
 @pytest.mark.sanitize
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("dtype", CACHES)
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "lengths", "capacity"),
     [(8, 2, [1, 64, 65, 300], 300), (4, 2, [200], 200), (1, 1, [70], 16400)],
     ids=["batch", "one row", "long cache"],
 )
-def test_small(heads: int, kv_heads: int, d: int, lengths: list[int], capacity: int, dtype: torch.dtype) -> None:
+def test_small(
+    heads: int, kv_heads: int, d: int, lengths: list[int], capacity: int, dtype: torch.dtype, softcap: float
+) -> None:
     """Each kernel."""
-    check_rope_attention(make_projection(lengths, heads, kv_heads, d, dtype, capacity))
+    check_rope_attention(make_projection(lengths, heads, kv_heads, d, dtype, capacity), softcap=softcap)
 
 
 @pytest.mark.sanitize
@@ -128,7 +140,7 @@ def test_of_several_clusters(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", CACHES)
-@pytest.mark.parametrize(("d", "heads", "kv_heads"), [(64, 16, 8), (128, 8, 2)])
+@pytest.mark.parametrize(("d", "heads", "kv_heads"), [(64, 16, 8), (128, 8, 2), (256, 4, 2)])
 def test_of_a_long_cache(d: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     """Rows of more than 16,384 positions and a short one: alone (without clusters), and the same in a batch."""
     c = make_projection([20000, 40, 16385], heads, kv_heads, d, dtype, capacity=20000)
@@ -141,22 +153,25 @@ def test_of_a_long_cache(d: int, heads: int, kv_heads: int, dtype: torch.dtype) 
     assert same_bits(whole[1:2], check_rope_attention(c | short | row))
 
 
-@pytest.mark.parametrize("window", [0, 100, 3000])
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (100, 0.0), (3000, 0.0), (100, 1.5), (3000, 1.5)])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1), (8, 1), (12, 1), (16, 4), (8, 8)])
-def test_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int, dtype: torch.dtype) -> None:
+def test_is_the_ops_it_fuses(
+    heads: int, kv_heads: int, d: int, window: int, softcap: float, dtype: torch.dtype
+) -> None:
     """Rows of every length, each as it is alone; one head a KV head up to more than the tile has columns."""
     c = make_projection(LENGTHS, heads, kv_heads, d, dtype)
-    whole = check_rope_attention(c, window=window)
+    options: dict[str, Any] = {"window": window, "softcap": softcap}
+    whole = check_rope_attention(c, **options)
     for m in range(len(LENGTHS)):
         row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
-        assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
+        assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, **options)[0])
 
 
 @pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.parametrize("dtype", CACHES)
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_with_norms(d: int, plus_one: bool, dtype: torch.dtype) -> None:
     c = make_projection([1, 77, 1000], 16, 8, d, dtype, capacity=1000)
     norms = {"q_norm": torch.rand(d, device=DEVICE) + 0.5, "k_norm": torch.rand(d, device=DEVICE)}
@@ -177,7 +192,7 @@ def test_leaves_idle_rows_and_full_slots_alone() -> None:
         assert same_bits(got, want)
 
 
-@pytest.mark.parametrize(("d", "dtype"), [(96, BF16), (256, BF16), (64, FP32), (96, INT8), (256, INT8)])
+@pytest.mark.parametrize(("d", "dtype"), [(96, BF16), (64, FP32), (256, FP32), (96, INT8)])
 def test_without_a_fused_kernel(d: int, dtype: torch.dtype) -> None:
     c = make_projection([1, 100], 4, 2, d, dtype, capacity=200)
     check_rope_attention(c, together=False)
@@ -196,7 +211,7 @@ def test_without_a_fused_kernel(d: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("window", [0, 45, 777])
 @pytest.mark.parametrize("dtype", CACHES)
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 def test_pages_may_be_anywhere(d: int, window: int, dtype: torch.dtype) -> None:
     """Bit for bit as on pages in order, what is written too."""
     c = make_projection(LENGTHS, 8, 2, d, dtype)
