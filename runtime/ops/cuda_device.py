@@ -112,11 +112,19 @@ def mma_sync() -> bool:
     return not _wgmma.get()
 
 
+_outlived: list[torch.cuda.CUDAGraph] = []
+"""Of programs that were given up during a capture, which destroying them would end."""
+
+
 class Program:
     """A captured CUDA graph; the tensors that were made while it was recorded live as long as it does."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.graph = device, torch.cuda.CUDAGraph(keep_graph=True)
+
+    def __del__(self) -> None:
+        if torch.cuda.is_current_stream_capturing():  # the next one has taken its name
+            _outlived.append(self.graph)
 
     def __len__(self) -> int:
         """Kernels and copies of one replay."""
@@ -176,4 +184,5 @@ def capture(device: torch.device, pool: Pool | None = None) -> Iterator[Program]
                 yield program
         finally:
             program.graph.capture_end()
+            _outlived.clear()
     program.graph.instantiate()

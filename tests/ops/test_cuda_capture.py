@@ -12,7 +12,8 @@ DEVICE = torch.device("cuda")
 
 
 def test_garbage_ends_no_capture() -> None:
-    """A cycle with a program and its pinned input, which would be collected in the middle of the next one's capture."""
+    """A cycle with a program and its pinned input, which would be collected in the middle of the next one's capture;
+    and a program whose name the next one takes."""
     x, pool = torch.randn(64, 512), cuda.Pool(DEVICE)
     want = ops.softmax(x.to(DEVICE))
     for _ in range(3):
