@@ -8,7 +8,7 @@
 # Parts: build tests memcheck racecheck ops e2e drafts families latency load serve convert record, the default, and
 #   cards                on a machine with two: nothing of one is on the other
 #   peers, vllm-folders  need --vllm DIR, with run_vllm.py and vLLM's site.tar.xz
-#   wheel                the tests again, from --wheel FILE or else from one for all cards that is built there
+# With --wheel FILE, one of `make wheel`, build installs that: the tests' result is then also the wheel's.
 # Results collect in out/gpu_check/ until `record` writes them to benchmarks/h200/*.json (or --record DIR) and
 # benchmarks/wheel.json; rows that were not measured again stay there. HASHES is "csrc=... runtime=... models=...". A
 # part that fails does not keep the next from running; with --limit S all end after S seconds, and what was measured by
@@ -78,36 +78,25 @@ bounded() {  # a command, until the time of all parts is up
   timeout --kill-after=10 $((all > 1 ? all : 1)) "$@"
 }
 
-build() {  # for the card that is present, into a folder of its own
+build() {  # for the card that is present, or from a wheel for all; into a folder of its own
   $python -c "import compressed_tensors, transformers, xdist"  # what the tests need, before minutes are spent
   rm -rf "$site" && mkdir -p "$site"
-  $python -m pip install -q --no-build-isolation --no-deps --no-index --target "$site" .
+  rm -f "$state/wheel.txt"
+  $python -m pip install -q --no-build-isolation --no-deps --no-index --target "$site" "${wheel:-.}"
+  [[ -z $wheel ]] || stat --printf '%n %s' "$wheel" > "$state/wheel.txt"
   $python -c "from nibblelm.ops import cuda; cuda.require(); print(cuda.available()[1])"
 }
 
-run_tests() {  # $1: name of the result
+run_tests() {
   local files  # those of the server need packages that have no business on a card
   mapfile -t files < <(grep -rlE "mark\.(gpu|sanitize)" tests --include="test_*.py")
   OMP_NUM_THREADS=2 bounded $python -m pytest -q -n $(($(nproc) / 2)) -p no:cacheprovider -m gpu \
-    --junitxml="$state/$1.xml" "${files[@]}"
+    --junitxml="$state/tests.xml" "${files[@]}"
 }
 
 cards() {  # alone, since the driver counts what all processes take
   bounded $python -m pytest -q -p no:cacheprovider -m gpu -k card --junitxml="$state/cards.xml" \
     tests/engine/test_cuda_engine.py
-}
-
-from_wheel() {  # the tests from a fresh folder with nothing but the wheel in it
-  if [[ -z $wheel ]]; then
-    rm -rf "$state/dist"
-    NVCC_APPEND_FLAGS=--threads=4 bounded $python -m pip wheel -q --no-build-isolation --no-deps --no-index \
-      --wheel-dir "$state/dist" . -C cmake.define.NIBBLELM_CUDA=ON -C build-dir="$PWD/$state/wheel-build"
-    wheel=$(ls "$state"/dist/*.whl)
-  fi
-  rm -rf "$state/wheel-site"
-  $python -m pip install -q --no-deps --no-index --target "$state/wheel-site" "$wheel"
-  stat --printf '%n %s' "$wheel" > "$state/wheel.txt"
-  PYTHONPATH=${PYTHONPATH/$site/$state/wheel-site} run_tests wheel
 }
 
 need_vllm() {
@@ -264,10 +253,10 @@ if "passed" not in summary and path.exists():  # an earlier run's stays, with it
 if (state / "cards.xml").exists():
     summary["cards"] = {**counted(state / "cards.xml"), "tree": tree}
 path.write_text(json.dumps(summary, indent=1) + "\n")
-if (state / "wheel.xml").exists():
+if (state / "wheel.txt").exists() and (state / "tests.xml").exists():
     path = record.parent / "wheel.json"
     name, size = (state / "wheel.txt").read_text().split()
-    tests = {"wheel": Path(name).name, "wheel_bytes": int(size), **counted(state / "wheel.xml"), "gpu": driver, "tree": tree}
+    tests = {"wheel": Path(name).name, "wheel_bytes": int(size), **counted(state / "tests.xml"), "gpu": driver, "tree": tree}
     known = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**known, "gpu_tests": tests}, indent=1) + "\n")
 lines = {"e2e": ("e2e", "e2e.families"), "drafts": ("drafts",)}
@@ -311,7 +300,7 @@ while [[ $# -gt 0 ]]; do
     --wheel) wheel=$2; shift 2 ;;
     --limit) limit=$2; shift 2 ;;
     build | tests | memcheck | racecheck | ops | e2e | latency | load | serve | convert | record) parts+=("$1"); shift ;;
-    drafts | families | cards | peers | vllm-folders | wheel) parts+=("$1"); shift ;;
+    drafts | families | cards | peers | vllm-folders) parts+=("$1"); shift ;;
     *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,16p" "$0" >&2; exit 2 ;;
   esac
 done
@@ -327,7 +316,7 @@ export PYTHONPATH=$PWD/$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 
 run_part() {
   case $1 in
-    tests) run_tests tests ;;
+    tests) run_tests ;;
     memcheck | racecheck) sanitize "$1" tests/ops ;;
     ops) bounded $python scripts/bench_ops.py --quick --json "$state/ops.json" --tree "$tree" ;;
     latency) bounded $python scripts/bench_latency.py --json "$state/latency.json" --tree "$tree" ;;
@@ -336,7 +325,6 @@ run_part() {
       bounded $python scripts/bench_serve.py --work "$state/serve" --limit "$(left)" --json "$state/serve.json" \
         --tree "$tree" ;;
     vllm-folders) vllm_folders ;;
-    wheel) from_wheel ;;
     record) write_record ;;
     *) $1 ;;
   esac

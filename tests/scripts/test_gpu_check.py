@@ -47,7 +47,7 @@ def test_what_a_failed_part_measured_is_recorded(check: Callable[..., Any], tmp_
     with tarfile.open(vllm / "site.tar.xz", "w:xz") as archive:
         archive.add(vllm / "run_vllm.py", "package.py")
     state.mkdir(parents=True)
-    for name in ("tests", "cards", "wheel"):
+    for name in ("tests", "cards"):
         (state / f"{name}.xml").write_text(JUNIT)
     (state / "wheel.txt").write_text("dist/a.whl 1234")
     (state / "e2e.jsonl").write_text('{"shape": "x", "batch": 1, "tree": null}\n')
