@@ -333,7 +333,7 @@ Choice choice(int heads) {
 // The result is the same whatever is chosen.
 template <int D, class T, bool kFused>
 Choice choose(const AttentionArgs& a) {
-  constexpr int kStatic{static_cast<int>(sizeof(Prepared<kFused ? D : 0, T>)) + 256};  // beside what is asked for
+  constexpr int kStatic{static_cast<int>(sizeof(Prepared < kFused ? D : 0, T >)) + 256};  // beside what is asked for
   const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStatic;
   const int per_kv = a.heads / a.cache.kv_heads, heads = std::min(kHeads, per_kv);
   const int64_t blocks = a.rows * a.cache.kv_heads * ceil_div(per_kv, kHeads);
@@ -423,9 +423,8 @@ bool with_tensor_cores(const AttentionArgs& a, F&& f) {
 int64_t attention_workspace(const AttentionArgs& a) {
   int64_t bytes{0};
   const auto of = [&](const Choice& chosen) { return Division::of(a, chosen).chunks.bytes; };
-  if (with_tensor_cores(a, [&]<int D, class T>() {
-        bytes = std::max(of(choose<D, T, false>(a)), of(choose<D, T, true>(a)));
-      }))
+  if (with_tensor_cores(
+          a, [&]<int D, class T>() { bytes = std::max(of(choose<D, T, false>(a)), of(choose<D, T, true>(a))); }))
     return bytes;
   return attention_workspace_fma(a);
 }

@@ -354,13 +354,13 @@ void launch_decode(const DecodeChain& chain, const Launch& launch, const std::st
   }
   if constexpr (C > 1) {
     if (a.plan.joined) {
-      launch_cluster(launch, text, linear_decode_kernel<F, Grouped, D, C, true, false>, 2, dim3(grid), dim3(kDecodeThreads),
-                     shared_bytes, chain);
+      launch_cluster(launch, text, linear_decode_kernel<F, Grouped, D, C, true, false>, 2, dim3(grid),
+                     dim3(kDecodeThreads), shared_bytes, chain);
       return;
     }
   }
-  launch_kernel(launch, text, linear_decode_kernel<F, Grouped, D, C, false, Post && C == 1>, dim3(grid), dim3(kDecodeThreads),
-                shared_bytes, chain);
+  launch_kernel(launch, text, linear_decode_kernel < F, Grouped, D, C, false, Post && C == 1 >, dim3(grid),
+                dim3(kDecodeThreads), shared_bytes, chain);
 }
 
 template <WeightFormat F, bool Grouped, int D, int C>
