@@ -63,9 +63,15 @@ class Executor:
         return self._flight is not None and self._flight.in_flight
 
     def prepare(self) -> bool:
-        """`Runner.prepare_prompts` of what a step takes beside sequences that generate; none where memory is short."""
+        """`Runner.prepare_prompts` of what a step takes beside sequences that generate, then `prepare_sampled` of all that
+        may be there; none where memory is short."""
+        runner = self._runner
+        sizes = [count for count in self._step_rows if count <= self._padded(self._spare)]
+        runner.history[self._spare].clear()
         try:
-            return self._runner.prepare_prompts(self._scheduler.beside)
+            return runner.prepare_prompts(self._scheduler.beside) or (
+                runner.samples_on_device and runner.prepare_sampled(sizes, self._spare)
+            )
         except torch.OutOfMemoryError:
             return False
 

@@ -235,6 +235,15 @@ class Runner:
             return True
         return False
 
+    def prepare_sampled(self, counts: Sequence[int], slot: int) -> bool:
+        """The same for `sampled_steps` of so many rows. `slot`: one that nobody reads."""
+        for count in counts if self.graph else ():
+            if (count, "sampled") not in self._steps:
+                greedy = SamplingState.greedy(count, torch.device("cpu"))
+                self.sampled_steps([0] * count, [slot] * count, greedy)
+                return True
+        return False
+
     def _prefill_eagerly(
         self, prompts: Sequence[Prompt], tiles: Sequence[tuple[int, int]], rows: int, room: int, every_row: bool
     ) -> Tensor:

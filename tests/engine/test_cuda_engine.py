@@ -267,7 +267,8 @@ def test_programs_keep_what_is_planned(demo: Path) -> None:
 
 
 def test_prompts_find_their_programs_prepared(demo: Path) -> None:
-    """An engine that nobody asks anything makes what the first prompts of all lengths would wait for."""
+    """An engine that nobody asks anything makes what the first prompts of all lengths would wait for, and those that
+    then generate."""
     llm, eager = LLM(demo, device="cuda"), LLM(demo, device="cuda", graph=False)
     prompts = [PROMPTS[2] * count for count in (1, 2, 5, 11, 23, 40)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -280,12 +281,16 @@ def test_prompts_find_their_programs_prepared(demo: Path) -> None:
     made = {key: list(steps) for key, steps in llm.runner._prompt_steps.items()}
     assert {len(steps) for steps in made.values()} == {2}
     assert max(made)[0] == STEP_TOKENS["cuda"][1]
+    steps = dict(llm.runner._steps)
+    assert {count for count, _ in steps} == set(STEP_ROWS["cuda"])
     assert [llm.generate(prompt, params).token_ids for prompt in prompts] == want
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(lambda prompt: llm.generate(prompt, params).token_ids, prompts)) == want
     assert {key: set(map(id, llm.runner._prompt_steps[key])) for key in made} == {
         key: set(map(id, steps)) for key, steps in made.items()
     }
+    assert all(llm.runner._steps[key] is step for key, step in steps.items())
+    assert len(llm.runner._steps) == len(steps)
 
 
 def test_context_limit(demo: Path) -> None:
