@@ -63,8 +63,8 @@ class Executor:
         return self._flight is not None and self._flight.in_flight
 
     def prepare(self) -> bool:
-        """`Runner.prepare_prompts` of what a step takes beside sequences that generate, then `prepare_sampled` of all that
-        may be there; none where memory is short."""
+        """`Runner.prepare_prompts` of what a step takes beside sequences that generate, then `prepare_sampled` of all
+        that may be there; none where memory is short."""
         runner = self._runner
         sizes = [count for count in self._step_rows if count <= self._padded(self._spare)]
         runner.history[self._spare].clear()
