@@ -11,6 +11,7 @@
 #include "cuda/embedding.h"
 #include "cuda/mask_logits.h"
 #include "cuda/norm.h"
+#include "cuda/read_pinned.h"
 #include "cuda/rope.h"
 #include "cuda/sampling.h"
 #include "cuda/softmax.h"
@@ -205,6 +206,9 @@ void bind_ops(py::module_& m) {
           mask_logits(at<float>(x), at<std::uint32_t>(mask), at<float>(y), rows, columns, x_stride,
                       {at(stream), programmatic});
         });
+  m.def("read_pinned", [](Address x, Address y, Int count, Address stream, bool programmatic) {
+    read_pinned(at<std::int32_t>(x), at<std::int32_t>(y), count, {at(stream), programmatic});
+  });
   bind_norm(m, "layer_norm", layer_norm);
   bind_norm(m, "rms_norm", rms_norm);
   bind_rope(m);

@@ -90,9 +90,9 @@ class SampledSteps:
         self._step.rows[2].index_fill_(0, where, IDLE)
 
     @property
-    def in_flight(self) -> bool:
-        """Whether a step is launched whose tokens have not been read."""
-        return self._launched > self._read
+    def in_flight(self) -> int:
+        """Steps that are launched whose tokens have not been read."""
+        return self._launched - self._read
 
     def _has_room(self) -> bool:
         ahead = self._launched - self._read

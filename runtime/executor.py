@@ -9,7 +9,7 @@ ahead.
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from math import isfinite, isnan
 
 import torch
@@ -51,6 +51,7 @@ class Executor:
             runner.set_pages(self._spare, [runner.cache.pages - 1] * runner.tables.shape[1])
         self._members: list[Sequence | None] = []  # of the flight; None: has left it
         self._flight: SampledSteps | None = None
+        self._behind = False  # whether the host has not waited for the prompts of the step before
 
     def bars_drafts(self, sequence: Sequence) -> bool:
         """Whether verifying drafts costs more than they bring: what its penalties and its bias say of every token would
@@ -60,7 +61,7 @@ class Executor:
     @property
     def ahead(self) -> bool:
         """Whether the device computes a step already whose tokens the host has not seen."""
-        return self._flight is not None and self._flight.in_flight
+        return self._flight is not None and self._flight.in_flight > 0
 
     def prepare(self) -> bool:
         """`Runner.prepare_prompts` of what a step takes beside sequences that generate, then `prepare_sampled` of all
@@ -91,7 +92,7 @@ class Executor:
             hosted: list[Sequence] = []
             for s in plan.decodes:
                 (flying if s.at_end and s.owner.sampler.runs_ahead else hosted).append(s)
-            landing = self._fly(flying, land or any(c.last == c.sequence.prompt for c in plan.chunks))
+            landing = self._fly(flying, land, any(c.last == c.sequence.prompt for c in plan.chunks))
         else:
             assert not self.ahead
             self._flight, hosted = None, plan.decodes
@@ -107,6 +108,7 @@ class Executor:
                 elif s.computed == len(s.ids):
                     ended.append((s, logits[i : i + 1]))
         yield from landing
+        self._behind = bool(plan.chunks) and not ended
         if ended:
             yield self._first_tokens(ended)
 
@@ -180,10 +182,15 @@ class Executor:
         self._stats.accepted_tokens += right
         return right
 
-    def _fly(self, wanted: list[Sequence], more_to_come: bool) -> Iterator[list[tuple[Sequence, Choice]]]:
+    def _fly(self, wanted: list[Sequence], land: bool, more_to_come: bool) -> Iterator[list[tuple[Sequence, Choice]]]:
         """Launch a step of the flight; its tokens are for when the device has prompts to go on with. For other members
-        than it has it is launched anew, once the step that it is ahead is used up."""
-        flight = self._flight
+        than it has it is launched anew, once the step that it is ahead is used up.
+
+        land          nothing is ahead afterwards
+        more_to_come  members: after this step's prompts, for which the host waits. Where the device has those of the
+                      step before still to do, the flight has a step between the two, or its readers would wait for both
+        """
+        flight, steps = self._flight, 1
         goes_on = flight is not None and self._goes_on(flight, wanted)
         if flight is not None and not goes_on and flight.in_flight:
             self._flight = None
@@ -191,20 +198,24 @@ class Executor:
             if flight is None or not goes_on:
                 flight = self._launched(wanted)
             # One that ends computes a row for nobody; a step of such rows alone is not launched.
-            flight.launch(last=more_to_come or all(len(s.ids) + 1 >= s.limit for s in wanted))
+            between = more_to_come and self._behind and not land
+            ends = land or (more_to_come and not between)
+            flight.launch(last=ends or all(len(s.ids) + 1 >= s.limit for s in wanted))
+            steps = 2 if between and flight.in_flight > 1 else 1
         else:
             self._flight = None
             return iter(())
         # Others ended, or lost their pages, while the step was under way. Decided before prompts are computed: it would
         # be wrong of one that is among them again.
-        return self._landed(flight, [s if s is not None and s.at_end else None for s in self._members])
+        due = [s if s is not None and s.at_end else None for s in self._members]
+        return chain.from_iterable(self._landed(flight, due) for _ in range(steps))
 
     def _landed(self, flight: SampledSteps, due: list[Sequence | None]) -> Iterator[list[tuple[Sequence, Choice]]]:
         tokens = flight.next(last=True)
         self._runner.history[self._spare].clear()  # what those rows are fed takes no room
         chosen: list[tuple[Sequence, Choice]] = []
         for i, (s, token) in enumerate(zip(due, tokens, strict=False)):
-            if s is not None:
+            if s is not None and s.running:  # the step's first token may have been its last
                 self._scheduler.advance(s, s.computed + 1)
                 chosen.append((s, _accepted(s.owner.sampler, flight.logprobs.get(i) or Sampled(token))))
         yield chosen

@@ -270,7 +270,7 @@ class Runner:
             self._results[tiles] = torch.empty(shape, dtype=torch.float32, device=self.device)
         result = self._results[tiles]
         with self._capture(rows) as program:
-            inputs = staged.to(self.device, non_blocking=True)
+            inputs = ops.backend(self.device).read_pinned(torch.empty_like(staged, device=self.device), staged)
             result.copy_(self._prompt_logits(inputs, rows, tiles, every_row=False))
         return PromptStep(staged, program, result, torch.cuda.Event())
 
@@ -319,7 +319,7 @@ class Runner:
         positions = [len(self.history[slot]) for slot in slots]
         key: tuple[int, _Kind] = len(ids), "scored" if wanted else "sampled"
         wide = state.vocab_size > 0
-        if key not in self._steps or (self._states[key].vocab_size > 0) != wide:
+        if key not in self._steps or (wide and self._states[key].vocab_size == 0):
             rows = self._rows(ids, positions, slots)
             vocab = self.model.config.vocab_size if wide else 0
             own = self._states[key] = SamplingState.greedy(len(ids), self.device, vocab)
@@ -336,8 +336,8 @@ class Runner:
         own = self._states[key]
         ops.to_device(state.columns, self.device, out=own.columns)
         for target, source in zip(own.wide, state.wide, strict=True):
-            if target is not None and source is not None:
-                target.copy_(source)
+            if target is not None:
+                target.zero_() if source is None else target.copy_(source)
         self._steps[key].load(self._host_rows(ids, positions, slots))
         drawn = state.steps.tolist()
         return SampledSteps(self._steps[key], self.history, self.capacity, list(ids), list(slots), drawn, wanted)

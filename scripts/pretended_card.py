@@ -76,8 +76,8 @@ class Steps:
         self._card, self._slots, self._ends = card, slots, list[float]()
 
     @property
-    def in_flight(self) -> bool:
-        return bool(self._ends)
+    def in_flight(self) -> int:
+        return len(self._ends)
 
     def launch(self, last: bool = False) -> None:
         while len(self._ends) < (1 if last else 2):

@@ -36,6 +36,7 @@ rope_append = on_card(cuda_attention.rope_append)
 rope_attention = on_card(cuda_attention.rope_attention)
 sample = on_card(cuda_sample.sample)
 silu = on_card(cuda_ops.silu)
+read_pinned = on_card(cuda_ops.read_pinned)
 relu = on_card(cuda_ops.relu)
 scale = on_card(cuda_ops.scale)
 softcap = on_card(cuda_ops.softcap)
@@ -65,6 +66,7 @@ __all__ = [
     "norm_linear",
     "pack_linear",
     "programmatic_launch",
+    "read_pinned",
     "relu",
     "require",
     "rms_norm",

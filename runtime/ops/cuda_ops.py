@@ -143,6 +143,17 @@ def silu(x: Tensor) -> Tensor:
     return _activate("silu", x, "silu", False)
 
 
+def read_pinned(out: Tensor, x: Tensor) -> Tensor:
+    """Copy int32 x, of the shape of `out` and pinned, to `out`, by a kernel: of a program each replay reads x anew."""
+    contiguous = out.is_contiguous() and x.is_contiguous() and out.shape == x.shape
+    require_arguments(
+        contiguous and out.dtype == x.dtype == torch.int32 and x.is_pinned(),
+        "read_pinned", "out and x int32, contiguous, of one shape, x pinned", out, x,
+    )  # fmt: skip
+    kernels.read_pinned(x.data_ptr(), out.data_ptr(), x.numel(), *launch_args())
+    return out
+
+
 def softcap(x: Tensor, cap: float) -> Tensor:
     require_arguments(cap > 0, "softcap", "cap > 0", x)
     return _activate("softcap", x, "softcap", False, cap=cap)

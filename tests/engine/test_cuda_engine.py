@@ -271,7 +271,7 @@ def test_prompts_find_their_programs_prepared(demo: Path) -> None:
     then generate."""
     llm, eager = LLM(demo, device="cuda"), LLM(demo, device="cuda", graph=False)
     prompts = [PROMPTS[2] * count for count in (1, 2, 5, 11, 23, 40)]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, repetition_penalty=1.0)
     want = [eager.generate(prompt, params).token_ids for prompt in prompts]
     llm.engine.start()
     deadline = time.monotonic() + 60

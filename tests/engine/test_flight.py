@@ -76,14 +76,15 @@ def flying(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(executor.STEP_ROWS, "cpu", (1, 2, 4, 8, 16))
 
 
-@pytest.mark.parametrize("pages", [None, 14])
+@pytest.mark.parametrize(("pages", "longest"), [(None, 100), (14, 100), (None, 400)])
 def test_members_that_leave_change_nothing(
-    data_dir: Path, flying: None, monkeypatch: pytest.MonkeyPatch, pages: int | None
+    data_dir: Path, flying: None, monkeypatch: pytest.MonkeyPatch, pages: int | None, longest: int
 ) -> None:
-    """Outputs of 1 to 90 tokens at a time, in a pool that holds all of them or is too small for that."""
+    """Outputs of 1 to 90 tokens at a time, in a pool that holds all of them or is too small for that; prompts of one
+    part or of several."""
     folder = data_dir / "checkpoints" / "stories260K"
     draw = random.Random(7)
-    prompts = [[draw.randrange(3, 500) for _ in range(draw.randint(1, 100))] for _ in range(24)]
+    prompts = [[draw.randrange(3, 500) for _ in range(draw.randint(1, longest))] for _ in range(24)]
     scores = [None, None, 0, 3, 5]  # log-probabilities that are wanted
     params = [
         SamplingParams(temperature=0, max_tokens=draw.randint(1, 90), ignore_eos=True, logprobs=draw.choice(scores))

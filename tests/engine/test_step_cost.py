@@ -110,3 +110,52 @@ def test_a_sequence_that_ends_while_it_sits_out_stays_ended() -> None:
         core.step()
         next(pieces)
     assert core.finished == 2
+
+
+def test_readers_wait_for_one_part_of_a_prompt_at_a_time() -> None:
+    """The host waits for the last one, whose token it chooses: it has the others' next tokens made before that."""
+    order: list[str] = []
+
+    class Ahead(Steps):
+        in_flight = 0  # type: ignore[assignment]
+
+        def launch(self, last: bool = False) -> None:
+            while self.in_flight < (1 if last else 2):
+                self.in_flight += 1
+                order.append("D")
+
+        def next(self, last: bool = False) -> list[int]:
+            self.launch(last)
+            self.in_flight -= 1
+            return super().next()
+
+    class Ordered(Device):
+        def prefill_together(self, prompts: list[Prompt]) -> torch.Tensor:
+            order.append("P")
+            return super().prefill_together(prompts)
+
+        def sampled_steps(self, ids: list[int], slots: list[int], state: Any, wanted: dict[int, int]) -> Steps:
+            return Ahead(self, slots)
+
+    engine = Engine(Ordered(3), Scheduler(3, 3 * page_count(CONTEXT), (2048, 64)))  # type: ignore[arg-type]
+    engine._thread = object()  # type: ignore[assignment]
+    core = engine._core
+
+    def add(prompt: int, tokens: int) -> Any:
+        params = SamplingParams(temperature=0, max_tokens=tokens)
+        return engine.add(Request([1] * prompt, params, None, VOCABULARY, CONTEXT, set()), stream=False)
+
+    def steps(count: int) -> str:
+        order.clear()
+        for _ in range(count):
+            core.heard()
+            core.step()
+        return "".join(order)
+
+    first, second = add(10, 40), add(10, 12)
+    steps(3)
+    third = add(300, 20)
+    assert steps(5) == "DPDPDPDPDP", "the second ends on the way"
+    while core.finished < 3:
+        steps(1)
+    assert [len(handle.result().output.token_ids) for handle in (first, second, third)] == [40, 12, 20]

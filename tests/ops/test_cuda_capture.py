@@ -33,6 +33,22 @@ def test_garbage_ends_no_capture() -> None:
         assert torch.equal(result, want)
 
 
+def test_each_replay_reads_pinned_memory_anew() -> None:
+    source = torch.zeros(5000, dtype=torch.int32).pin_memory()
+    first = cuda.read_pinned(torch.empty(5000, dtype=torch.int32, device=DEVICE), source)
+    with ops.capture(DEVICE) as program:
+        got = cuda.read_pinned(torch.empty(5000, dtype=torch.int32, device=DEVICE), source)
+    for seed in range(5):
+        source.copy_(torch.randint(-(1 << 31), 1 << 31, (5000,), generator=torch.Generator().manual_seed(seed)))
+        program.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(got.cpu(), source)
+    assert not first.any()
+    for out, x in ((first, source[::2]), (first, torch.zeros(5000, dtype=torch.int32)), (first.float(), source)):
+        with pytest.raises(ValueError, match="read_pinned: got"):
+            cuda.read_pinned(out, x)
+
+
 def test_what_programs_leave_behind_is_shared() -> None:
     x, size = torch.randn(4096, 1 << 14, device=DEVICE), 256 << 20
     pool, before = cuda.Pool(DEVICE), torch.cuda.memory_reserved()
