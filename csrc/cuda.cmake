@@ -48,8 +48,10 @@ if(CUDA_WANTED)
   pybind11_add_module(_cuda NO_EXTRAS bindings_cuda.cpp bindings_cuda_ops.cpp ${CUDA_SOURCES})
   target_include_directories(_cuda PRIVATE ${CMAKE_CURRENT_SOURCE_DIR})
   set_target_properties(_cuda PROPERTIES CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static)
+  option(NIBBLELM_LINEINFO "Kernels know their lines, for ncu and compute-sanitizer: more than twice the size" OFF)
   target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O3 -Wall -Wextra>
-                                       $<$<COMPILE_LANGUAGE:CUDA>:-O3 -lineinfo -Xcompiler=-Wall>)
+                                       $<$<COMPILE_LANGUAGE:CUDA>:-O3 -Xcompiler=-Wall>
+                                       $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${NIBBLELM_LINEINFO}>>:-lineinfo>)
   if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.9) # a quarter of the size
     target_compile_options(_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-compress-mode=size>)
   endif()
