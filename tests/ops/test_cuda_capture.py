@@ -36,6 +36,7 @@ def test_garbage_ends_no_capture() -> None:
 def test_each_replay_reads_pinned_memory_anew() -> None:
     source = torch.zeros(5000, dtype=torch.int32).pin_memory()
     first = cuda.read_pinned(torch.empty(5000, dtype=torch.int32, device=DEVICE), source)
+    torch.cuda.synchronize()  # the source is written again
     with ops.capture(DEVICE) as program:
         got = cuda.read_pinned(torch.empty(5000, dtype=torch.int32, device=DEVICE), source)
     for seed in range(5):
