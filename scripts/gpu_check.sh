@@ -81,9 +81,15 @@ bounded() {  # a command, until the time of all parts is up
 build() {  # for the card that is present, or from a wheel for all; into a folder of its own
   $python -c "import compressed_tensors, transformers, xdist"  # what the tests need, before minutes are spent
   rm -rf "$site" && mkdir -p "$site"
-  rm -f "$state/wheel.txt"
+  rm -f "$state/wheel.txt" "$state/tests.xml"
   $python -m pip install -q --no-build-isolation --no-deps --no-index --target "$site" "${wheel:-.}"
-  [[ -z $wheel ]] || stat --printf '%n %s' "$wheel" > "$state/wheel.txt"
+  if [[ -n $wheel ]]; then
+    if diff -r -x __pycache__ runtime "$site/nibblelm" | grep -v "^Only in $site/nibblelm"; then
+      echo "gpu_check: $wheel is of another checkout" >&2
+      return 1
+    fi
+    stat --printf '%n %s' "$wheel" > "$state/wheel.txt"
+  fi
   $python -c "from nibblelm.ops import cuda; cuda.require(); print(cuda.available()[1])"
 }
 

@@ -1,4 +1,4 @@
-"""What CUDA runs together: kernels that take bf16 activations, chosen by shapes alone."""
+"""What CUDA runs together: kernels that take bf16 activations, chosen by shapes and by what the card has room for."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -6,6 +6,7 @@ from typing import get_args
 import torch
 
 from nibblelm.graph import Alone, Node, Rule, add_norm
+from nibblelm.ops.cuda_attention import has_room_to_rotate
 from nibblelm.ops.cuda_linear import MAX_NORM_COLUMNS
 from nibblelm.ops.types import PAGE, Gate, LinearStep
 
@@ -57,23 +58,24 @@ def _gate(node: Node, linear: Node) -> Gate | None:
 
 
 def rope_attention(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | None:
-    """rope_append, attention of rows that do not see each other -> rope_attention."""
+    """rope_append, attention of rows that do not see each other -> rope_attention. With a soft-cap the two apart are
+    faster (gemma2: 456 tok/s to 448)."""
     append, *rest = nodes[:2]
     if append.op != "rope_append" or not rest or rest[0].op != "attention" or not alone(append.outputs[0]):
         return None
     (attention,), options = rest, append.attributes
     cache, cos = options["k_cache"], options["cos"]
     head_dim = cache.shape[3]
-    plain = attention.attributes.keys() <= {"k_cache", "v_cache", "tables", "scale", "window", "softcap"}
+    plain = attention.attributes.keys() <= {"k_cache", "v_cache", "tables", "scale", "window"}
     if (
         not plain or not attention.inputs.keys() <= {"q", "positions", "slots"} or "places" in append.inputs
         or options.get("interleaved", False)
         or not attention.reads(append.outputs[0], "q") or head_dim not in {64, 128, 256} or 2 * cos.shape[1] != head_dim
         or append.inputs["qkv"].dtype != torch.bfloat16 or cache.dtype not in {torch.bfloat16, torch.int8}
-        or cos.shape[0] < options["tables"].shape[1] * PAGE
+        or cos.shape[0] < options["tables"].shape[1] * PAGE or not has_room_to_rotate(head_dim, cos.device)
     ):  # fmt: skip
         return None
-    own = {name: value for name, value in attention.attributes.items() if name in ("scale", "window", "softcap")}
+    own = {name: attention.attributes[name] for name in ("scale", "window")}
     return 2, [Node("rope_attention", append.inputs, options | own, attention.outputs)]
 
 

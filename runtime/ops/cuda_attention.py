@@ -188,6 +188,14 @@ def attention(
     return out
 
 
+def has_room_to_rotate(head_dim: int, device: torch.device) -> bool:
+    """Whether `rope_attention` fits on a card: heads of 256 take 103 KB of a multiprocessor's shared memory, which is
+    more than sm_86, 89 and 120 have."""
+    if head_dim < 256 or device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor >= 128 << 10
+
+
 def rope_attention(
     qkv: Tensor,
     positions: Tensor,
@@ -210,7 +218,7 @@ def rope_attention(
     """`rope_append`, then `attention`: (M, H + 2 Hkv, D) -> (M, H * D), with their bits, in one kernel.
 
     Arguments as in the two; bf16 (the cache also int8), D 64, 128 or 256, whole heads rotated in halves, cos and sin
-    with a row for every position of a table (else ValueError). Rows have different slots. qkv is undefined afterwards.
+    with a row for every position of a table, room on the card (else ValueError). Rows have different slots. qkv is undefined afterwards.
     """
     q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
     table = _rope_table(qkv, positions, cos, sin, interleaved)
@@ -218,7 +226,7 @@ def rope_attention(
     args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, options, None)
     require_arguments(
         cos.shape[0] >= tables.shape[1] * PAGE and kernels.attention_fuses(args, table)
-        and vector(q_norm, q.shape[2]) and vector(k_norm, q.shape[2]),
+        and has_room_to_rotate(q.shape[2], q.device) and vector(q_norm, q.shape[2]) and vector(k_norm, q.shape[2]),
         "rope_attention", "bf16 of D 64, 128 or 256, rotated whole in halves, cos of W * PAGE rows or more, norms (D,)",
         qkv, cos, q_norm, k_norm,
     )  # fmt: skip

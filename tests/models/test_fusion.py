@@ -183,9 +183,10 @@ def test_norms_on_both_sides() -> None:
         "attention", between, "norm+norm+lm_head",
     ]  # fmt: skip
     for model_type, last in (("gemma2", ["softcap"]), ("gemma3_text", [])):
+        attention = ["rope_append", "attention"] if model_type == "gemma2" else ["rope_attention"]
         between = "o > norm+norm+gate/up+geglu > down"
         assert names(fused(step_of(raw_config(model_type, num_hidden_layers=2), ShapesOnly()))) == [
-            "embedding", "norm+q/k/v", "rope_attention", f"{between} > norm+norm+q/k/v", "rope_attention", between,
+            "embedding", "norm+q/k/v", *attention, f"{between} > norm+norm+q/k/v", *attention, between,
             "norm+norm+lm_head", *last,
         ]  # fmt: skip
 
