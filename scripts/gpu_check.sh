@@ -81,13 +81,12 @@ bounded() {  # a command, until the time of all parts is up
 build() {  # for the card that is present, or from a wheel for all; into a folder of its own
   $python -c "import compressed_tensors, transformers, xdist"  # what the tests need, before minutes are spent
   rm -rf "$site" && mkdir -p "$site"
+  local other
   rm -f "$state/wheel.txt" "$state/tests.xml"
   $python -m pip install -q --no-build-isolation --no-deps --no-index --target "$site" "${wheel:-.}"
   if [[ -n $wheel ]]; then
-    if diff -r -x __pycache__ runtime "$site/nibblelm" | grep -v "^Only in $site/nibblelm"; then
-      echo "gpu_check: $wheel is of another checkout" >&2
-      return 1
-    fi
+    other=$(diff -rq -x __pycache__ runtime "$site/nibblelm" | grep -v "^Only in $site/nibblelm" || true)
+    [[ -z $other ]] || { echo "gpu_check: $wheel is of another checkout: $other" >&2; return 1; }
     stat --printf '%n %s' "$wheel" > "$state/wheel.txt"
   fi
   $python -c "from nibblelm.ops import cuda; cuda.require(); print(cuda.available()[1])"

@@ -218,7 +218,8 @@ def rope_attention(
     """`rope_append`, then `attention`: (M, H + 2 Hkv, D) -> (M, H * D), with their bits, in one kernel.
 
     Arguments as in the two; bf16 (the cache also int8), D 64, 128 or 256, whole heads rotated in halves, cos and sin
-    with a row for every position of a table, room on the card (else ValueError). Rows have different slots. qkv is undefined afterwards.
+    with a row for every position of a table, room on the card (else ValueError). Rows have different slots. qkv is
+    undefined afterwards.
     """
     q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
     table = _rope_table(qkv, positions, cos, sin, interleaved)
