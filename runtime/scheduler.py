@@ -30,6 +30,10 @@ CROWD = 8
 """So many prompts are computed as if nobody waited for them. The sooner those sequences generate, the fuller are the
 steps of all; and in small shares beside many that generate they would take longer, each share with a step of these."""
 
+PART, PARTS = 192, 8
+"""Of a prompt beside sequences that generate at least so many tokens are computed in a step, and at least such a part
+of all: their tokens come as evenly as that allows, and a long prompt is not held up by many small steps."""
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -100,8 +104,8 @@ class Plan:
 class Scheduler:
     """Sequences in `slots` slots and a pool of `pages`.
 
-    budget  tokens of a step without a sequence that generates, and of a step with some: what they may wait for. Where
-            many wait for their first token, it is the former: they wait too
+    budget  tokens of a step without a sequence that generates, and of a step with some: what they may wait for, where a
+            prompt is long. Where many wait for their first token, it is the former: they wait too
     window  positions that a token sees in any layer, its own among them; 0: some layer sees all. Sequences have one
             page table for all layers, so only where all have a window can pages be given back
     """
@@ -171,6 +175,8 @@ class Scheduler:
                 decodes.append(s)
         crowd = len(prompts) + min(len(self.waiting), len(self._slots)) >= CROWD
         budget = self._budget[bool(decodes) and not crowd] - len(decodes)
+        if decodes and not crowd and (first := next(iter(prompts or self.waiting[: len(self._slots)]), None)):
+            budget = min(budget, max(PART, 2 * len(decodes), -(-first.prompt // PARTS)))
         for s in decodes:
             if s.draft:
                 self._fit_draft(s, budget // 2)  # what is left is for prompts

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nibblelm.errors import RequestError
 from nibblelm.pages import NO_PAGE, PAGE, PagePool
-from nibblelm.scheduler import CROWD, Chunk, Scheduler, Sequence, most_pages
+from nibblelm.scheduler import CROWD, PART, Chunk, Scheduler, Sequence, most_pages
 
 Cell = tuple[int, int, str]
 """What a position of a page holds: its position in the sequence, the token, and the kernel that wrote it."""
@@ -241,6 +241,22 @@ def test_those_who_wait_for_a_slot_are_no_crowd() -> None:
     for n in range(2 * CROWD):
         scheduler.add(Sequence([9, n] * 75, 150, 200))
     assert sum(c.last - c.first for c in scheduler.plan().chunks) == 20 - 2
+
+
+@pytest.mark.parametrize(
+    ("generating", "prompt", "part"),
+    [(2, 150, 150), (2, 1000, PART), (2, 4000, 500), (2, 8000, 640 - 2), (120, 1000, 240), (250, 1000, 640 - 250)],
+)
+def test_parts_of_a_prompt_beside_those_that_generate(generating: int, prompt: int, part: int) -> None:
+    """As short as their tokens should wait, and as long as the prompt is: never over the budget."""
+    scheduler, device = Scheduler(260, 1000, (8192, 640)), Device(260, 1000)
+    for n in range(generating):
+        scheduler.add(Sequence([n] * 10, 10, 200))
+    peek(scheduler, device)
+    scheduler.add(Sequence([9, 8] * (prompt // 2), prompt, prompt + 1))
+    plan = scheduler.plan()
+    assert len(plan.decodes) == generating
+    assert sum(c.last - c.first for c in plan.chunks) == part
 
 
 def peek(scheduler: Scheduler, device: Device) -> list[Chunk]:
