@@ -322,7 +322,7 @@ class Runner:
         if key not in self._steps or (wide and self._states[key].vocab_size == 0):
             rows = self._rows(ids, positions, slots)
             vocab = self.model.config.vocab_size if wide else 0
-            own = self._states[key] = SamplingState.greedy(len(ids), self.device, vocab)
+            own = SamplingState.greedy(len(ids), self.device, vocab)
             next_ids, positions_in = rows[0], rows[1]
             with self._card():  # pinned memory, too, is made through the current card
                 host_ids = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=True)
@@ -332,7 +332,7 @@ class Runner:
                 drawn = ops.sample(logits, own, next_ids, positions_in, host_ids)
                 return logits if wanted else drawn
 
-            self._steps[key] = replace(self._recorded(rows, body), host_ids=host_ids)
+            self._steps[key], self._states[key] = replace(self._recorded(rows, body), host_ids=host_ids), own
         own = self._states[key]
         ops.to_device(state.columns, self.device, out=own.columns)
         for target, source in zip(own.wide, state.wide, strict=True):
