@@ -237,12 +237,10 @@ class Runner:
 
     def prepare_sampled(self, counts: Sequence[int], slot: int) -> bool:
         """The same for `sampled_steps` of so many rows. `slot`: one that nobody reads."""
-        for count in counts if self.graph else ():
-            if (count, "sampled") not in self._steps:
-                greedy = SamplingState.greedy(count, torch.device("cpu"))
-                self.sampled_steps([0] * count, [slot] * count, greedy)
-                return True
-        return False
+        count = next((count for count in counts if self.graph and (count, "sampled") not in self._steps), 0)
+        if count:
+            self.sampled_steps([0] * count, [slot] * count, SamplingState.greedy(count, torch.device("cpu")))
+        return count > 0
 
     def _prefill_eagerly(
         self, prompts: Sequence[Prompt], tiles: Sequence[tuple[int, int]], rows: int, room: int, every_row: bool
@@ -323,13 +321,12 @@ class Runner:
             rows = self._rows(ids, positions, slots)
             vocab = self.model.config.vocab_size if wide else 0
             own = SamplingState.greedy(len(ids), self.device, vocab)
-            next_ids, positions_in = rows[0], rows[1]
             with self._card():  # pinned memory, too, is made through the current card
                 host_ids = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=True)
 
             def body() -> Tensor:
                 logits = self._logits(rows)
-                drawn = ops.sample(logits, own, next_ids, positions_in, host_ids)
+                drawn = ops.sample(logits, own, rows[0], rows[1], host_ids)
                 return logits if wanted else drawn
 
             self._steps[key], self._states[key] = replace(self._recorded(rows, body), host_ids=host_ids), own
