@@ -333,15 +333,16 @@ Choice choice(int heads) {
 // The result is the same whatever is chosen.
 template <int D, class T, bool kFused>
 Choice choose(const AttentionArgs& a) {
-  constexpr int kStatic{static_cast<int>(sizeof(Prepared < kFused ? D : 0, T >)) + 256};  // beside what is asked for
+  constexpr int kStatic{8192};  // at most, beside what is asked for
+  static_assert(sizeof(Prepared<D, T>) < kStatic);
   const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStatic;
   const int per_kv = a.heads / a.cache.kv_heads, heads = std::min(kHeads, per_kv);
   const int64_t blocks = a.rows * a.cache.kv_heads * ceil_div(per_kv, kHeads);
-  const bool crowd = 4 * blocks >= 3 * device_attribute(cudaDevAttrMultiProcessorCount) &&
-                     room >= ManyForm<D, T>::kBytes + PartSpace<ManyForm<D, T>>::bytes(heads);
-  const bool many = crowd || room < RowForm<D, T>::kBytes;  // with heads of 256 on a card of 99 KB
-  if (has_options(a))
-    return many ? choice<ManyForm<D, T>, true, kFused>(heads) : choice<RowForm<D, T>, true, kFused>(heads);
+  const bool many = 4 * blocks >= 3 * device_attribute(cudaDevAttrMultiProcessorCount) &&
+                    room >= ManyForm<D, T>::kBytes + PartSpace<ManyForm<D, T>>::bytes(heads);
+  if constexpr (!kFused)
+    if (has_options(a))
+      return many ? choice<ManyForm<D, T>, true, false>(heads) : choice<RowForm<D, T>, true, false>(heads);
   if (many) return choice<ManyForm<D, T>, false, kFused>(heads);
   if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<D, T>::kBytes)
     return choice<LongForm<D, T>, false, kFused>(heads);
@@ -422,9 +423,7 @@ bool with_tensor_cores(const AttentionArgs& a, F&& f) {
 
 int64_t attention_workspace(const AttentionArgs& a) {
   int64_t bytes{0};
-  const auto of = [&](const Choice& chosen) { return Division::of(a, chosen).chunks.bytes; };
-  if (with_tensor_cores(
-          a, [&]<int D, class T>() { bytes = std::max(of(choose<D, T, false>(a)), of(choose<D, T, true>(a))); }))
+  if (with_tensor_cores(a, [&]<int D, class T>() { bytes = Division::of(a, choose<D, T, false>(a)).chunks.bytes; }))
     return bytes;
   return attention_workspace_fma(a);
 }
@@ -435,9 +434,8 @@ void attention_decode(const AttentionArgs& a, const Launch& launch) {
 }
 
 bool attention_fuses(const AttentionArgs& a, const RopeTable& t) {
-  return with_tensor_cores(a, [&]<int, class>() {}) && a.slopes == nullptr && a.mask == nullptr &&
-         a.prefix == nullptr && a.starts == nullptr && t.streams == 1 && !t.interleaved &&
-         2 * t.half == a.cache.head_dim;
+  return with_tensor_cores(a, [&]<int, class>() {}) && !has_options(a) && a.prefix == nullptr && a.starts == nullptr &&
+         t.streams == 1 && !t.interleaved && 2 * t.half == a.cache.head_dim;
 }
 
 void attention_rope(const AttentionArgs& a, const RopeTable& table, const float* q_norm, const float* k_norm, float eps,

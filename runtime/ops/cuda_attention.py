@@ -117,6 +117,7 @@ def rope_append(
 
 
 AttentionOptions = tuple[float, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+_PLAIN: AttentionOptions = (0.0, None, None, None, None)
 
 
 def _attention_args(
@@ -208,7 +209,6 @@ def rope_attention(
     scale: float,
     window: int = 0,
     *,
-    softcap: float = 0.0,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -223,8 +223,7 @@ def rope_attention(
     """
     q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
     table = _rope_table(qkv, positions, cos, sin, interleaved)
-    options: AttentionOptions = (softcap, None, None, None, None)
-    args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, options, None)
+    args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, _PLAIN, None)
     require_arguments(
         cos.shape[0] >= tables.shape[1] * PAGE and kernels.attention_fuses(args, table)
         and has_room_to_rotate(q.shape[2], q.device) and vector(q_norm, q.shape[2]) and vector(k_norm, q.shape[2]),

@@ -55,11 +55,11 @@ def make_projection(
     return c | {"cos": angles.cos().float(), "sin": angles.sin().float()}
 
 
-def by_parts(c: dict[str, Any], window: int = 0, softcap: float = 0.0, **norms: Any) -> Tensor:
+def by_parts(c: dict[str, Any], window: int = 0, **norms: Any) -> Tensor:
     """rope_append, then attention."""
     q = ops.rope_append(**{name: value for name, value in c.items() if name != "scale"}, **norms)
     places = [c[name] for name in ("k_cache", "v_cache", "slots", "positions", "tables", "scale")]
-    return ops.attention(q, *places, window, softcap=softcap)
+    return ops.attention(q, *places, window)
 
 
 def run_rope_attention(c: dict[str, Any], together: bool, **options: Any) -> tuple[Tensor, Any, Any]:
@@ -77,15 +77,13 @@ def oracle(
     positions: Tensor,
     scale: float,
     window: int,
-    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Float64 attention row by row: the result and the same with |v|."""
     out, magnitude = [], []
     for row, slot, position in zip(q.double(), slots.tolist(), positions.tolist(), strict=True):
         seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
         k, v = (t[slot, :, seen].double().repeat_interleave(len(row) // t.shape[1], 0) for t in (k_cache, v_cache))
-        scores = torch.einsum("hd,hpd->hp", row, k) * scale
-        p = torch.softmax(softcap * torch.tanh(scores / softcap) if softcap else scores, -1)
+        p = torch.softmax(torch.einsum("hd,hpd->hp", row, k) * scale, -1)
         out.append(torch.einsum("hp,hpd->hd", p, v).flatten())
         magnitude.append(torch.einsum("hp,hpd->hd", p, v.abs()).flatten())
     return torch.stack(out), torch.stack(magnitude)
@@ -102,23 +100,22 @@ def check_rope_attention(c: dict[str, Any], together: bool = True, **options: An
     else:
         with pytest.raises(ValueError, match=r"rope_attention|attention: got|rope: got"):
             run_rope_attention(c, True, **options)
-    window, softcap = options.pop("window", 0), options.pop("softcap", 0.0)
+    window = options.pop("window", 0)
     caches = {name: copied(c[name]) for name in ("k_cache", "v_cache")}
     places = [c[name] for name in ("positions", "slots", "tables", "cos", "sin")]
     q = ops.rope_append(c["qkv"].clone(), *places, *caches.values(), **options)
     plain = {"q": q, "slots": c["slots"], "positions": c["positions"], "scale": c["scale"], **caches}
-    assert same_bits(ops.attention(**plain, tables=c["tables"], window=window, softcap=softcap), fused[0])
+    assert same_bits(ops.attention(**plain, tables=c["tables"], window=window), fused[0])
     live = c["slots"] >= 0
     rows = {name: plain[name][live] for name in ("q", "slots", "positions")}
     caches = {name: positions_of(cache, c["tables"]) for name, cache in caches.items()}
-    want, magnitude = oracle(**(plain | rows | caches), window=window, softcap=softcap)
+    want, magnitude = oracle(**(plain | rows | caches), window=window)
     assert ((fused[0][live].double() - want).abs() <= BOUND[q.dtype] * (magnitude + 1e-3)).all()
     assert fused[0][~live].eq(0).all()
     return fused[0]
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize(
@@ -126,11 +123,9 @@ def check_rope_attention(c: dict[str, Any], together: bool = True, **options: An
     [(8, 2, [1, 64, 65, 300], 300), (4, 2, [200], 200), (1, 1, [70], 16400)],
     ids=["batch", "one row", "long cache"],
 )
-def test_small(
-    heads: int, kv_heads: int, d: int, lengths: list[int], capacity: int, dtype: torch.dtype, softcap: float
-) -> None:
+def test_small(heads: int, kv_heads: int, d: int, lengths: list[int], capacity: int, dtype: torch.dtype) -> None:
     """Each kernel."""
-    check_rope_attention(make_projection(lengths, heads, kv_heads, d, dtype, capacity), softcap=softcap)
+    check_rope_attention(make_projection(lengths, heads, kv_heads, d, dtype, capacity))
 
 
 @pytest.mark.sanitize
@@ -153,7 +148,7 @@ def test_of_a_long_cache(d: int, heads: int, kv_heads: int, dtype: torch.dtype) 
     assert same_bits(whole[1:2], check_rope_attention(c | short | row))
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (100, 0.0), (3000, 0.0), (3000, 1.5)])
+@pytest.mark.parametrize("window", [0, 100, 3000])
 @pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize(
     ("d", "heads", "kv_heads"),
@@ -163,16 +158,13 @@ def test_of_a_long_cache(d: int, heads: int, kv_heads: int, dtype: torch.dtype) 
         (256, 7, 1),
     ],
 )
-def test_is_the_ops_it_fuses(
-    heads: int, kv_heads: int, d: int, window: int, softcap: float, dtype: torch.dtype
-) -> None:
+def test_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int, dtype: torch.dtype) -> None:
     """Rows of every length, each as it is alone; one head a KV head up to more than the tile has columns."""
     c = make_projection(LENGTHS, heads, kv_heads, d, dtype)
-    options: dict[str, Any] = {"window": window, "softcap": softcap}
-    whole = check_rope_attention(c, **options)
+    whole = check_rope_attention(c, window=window)
     for m in range(len(LENGTHS)):
         row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
-        assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, **options)[0])
+        assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
 
 
 @pytest.mark.parametrize("plus_one", [False, True])
