@@ -18,12 +18,11 @@ __device__ __forceinline__ float activation(float x, float cap) {
   } else if constexpr (kForm == Activation::gelu_tanh) {
     return gelu_tanh(x);
   } else if constexpr (kForm == Activation::gelu_erf) {
-    constexpr float kRootHalf{0.7071067811865476f};
-    return 0.5f * x * (1.0f + erff(x * kRootHalf));
+    return gelu_erf(x);
   } else if constexpr (kForm == Activation::softcap) {
     return cap * tanhf(x / cap);
   } else if constexpr (kForm == Activation::relu) {
-    return x < 0.0f ? 0.0f : x;  // NaN stays
+    return relu(x);
   } else {
     return cap * x;
   }

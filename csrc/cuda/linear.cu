@@ -1,6 +1,7 @@
 // linear: which kernel takes how many rows, over weight formats, and its plan on the present card.
 #include <bit>
 
+#include "activations.h"
 #include "linear.h"
 #include "linear_planes.cuh"
 
@@ -113,20 +114,32 @@ DecodeArgs decode_args(const LinearStep& step) {
   }
   if (args.gain != nullptr || args.post_gain != nullptr) {
     const bool aligned = a.x_aligned && aligned16(args.residual, args.residual_stride * 2) && aligned16(args.gain, 0) &&
-                         aligned16(args.post_gain, 0);
+                         aligned16(args.post_gain, 0) && aligned16(args.gain_bias, 0) &&
+                         aligned16(args.addend, args.addend_stride * 2);
     if (args.x_dtype == DType::f32 || !aligned || w.k > kMaxNormColumns) {
       throw std::invalid_argument(describe(w, planes, args.m) +
                                   ": a norm before it takes aligned bf16 rows of at most 16,384");
     }
     a.gain = args.gain;
+    a.gain_bias = args.gain_bias;
     a.post_gain = args.post_gain;
+    a.addend = args.addend;
+    a.addend_stride = args.addend_stride;
+    a.centres = args.centres;
     a.eps = args.eps;
     a.post_eps = args.post_eps;
     a.plus_one = args.plus_one;
     a.residual_stride = args.residual_stride;
   }
-  if (args.post_gain != nullptr && args.residual == nullptr) {
-    throw std::invalid_argument(describe(w, planes, args.m) + ": a post_gain takes a residual");
+  const int before = (args.post_gain != nullptr) + (args.addend != nullptr);
+  if (before > 0 && (args.residual == nullptr || before > 1 || (args.post_gain != nullptr && args.centres))) {
+    throw std::invalid_argument(describe(w, planes, args.m) +
+                                ": a post_gain or an addend takes a residual, and not the other or LayerNorm beside a "
+                                "post_gain");
+  }
+  if (args.after != After::nothing && (args.gate != Gate::none || args.y_stride != w.n || args.x_dtype == DType::f32)) {
+    throw std::invalid_argument(describe(w, planes, args.m) +
+                                ": an activation takes bf16 rows, a contiguous y and no gate");
   }
   if (args.gate != Gate::none && w.n % kStripRows != 0) {
     throw std::invalid_argument(describe(w, planes, args.m) + ": a gate takes pairs of 8 rows");
@@ -172,19 +185,30 @@ class ChainLauncher {
         a.residual = static_cast<const uint8_t*>(args.residual) + row * args.residual_stride * 2;
         a.h = static_cast<uint8_t*>(args.h) + static_cast<int64_t>(row) * w.k * 2;
       }
+      if (args.addend != nullptr) {
+        a.addend = static_cast<const uint8_t*>(args.addend) + row * args.addend_stride * 2;
+      }
       if (next.large) {
         flush();
         launch_large(step, a, planes, rows);
+        launch_after(step, a, rows);
         continue;
       }
       a.plan = plan_here(w, planes, rows, a.x_aligned);
+      a.after = a.plan.m == 1 ? args.after : After::nothing;
       a.partials = static_cast<float*>(args.workspace);
       a.images = a.plan.prepared ? static_cast<uint8_t*>(args.workspace) + a.plan.partial_floats() * 4 : nullptr;
       if (chain_.count == kMaxLinks || !goes_on(a, step, planes)) flush();
       if (chain_.count == 0) chain_.barrier = args.arrivals + a.strips;
+      a.apart = chain_.count > 0 && !reads_what_is_stored(a, args.x_dtype);
+      if (!a.apart) first_stored_ = chain_.count;
       planes_ = planes;
       steps_[chain_.count] = &step;
       chain_.links[chain_.count++] = a;
+      if (a.after != args.after) {
+        flush();
+        launch_after(step, a, rows);
+      }
     }
   }
 
@@ -203,9 +227,49 @@ class ChainLauncher {
     if (chain_.count == 0) return true;
     const DecodeArgs& first = chain_.links[0];
     const auto alone = [](const DecodeArgs& link) { return link.plan.m > 1 || link.images != nullptr; };
+    for (int i = 0; i < chain_.count; ++i) {  // the kernel has the extras of one kind
+      const Extras own = extras_of(a), other = extras_of(chain_.links[i]);
+      if (own != other && own != Extras::none && other != Extras::none) return false;
+    }
     return !alone(a) && !alone(first) && step.weight.format == steps_[0]->weight.format && planes == planes_ &&
            step.args.x_dtype == steps_[0]->args.x_dtype && (a.group_shift > 0) == (first.group_shift > 0) &&
            a.plan.record_slot == first.plan.record_slot;
+  }
+
+  // Whether one row of x takes what links store that no link has waited for.
+  bool reads_what_is_stored(const DecodeArgs& a, DType x_dtype) const {
+    const auto overlap = [](const void* from, int64_t bytes, const void* to, int64_t stored) {
+      const auto first = reinterpret_cast<std::uintptr_t>(from), second = reinterpret_cast<std::uintptr_t>(to);
+      return from != nullptr && to != nullptr && first < second + stored && second < first + bytes;
+    };
+    const auto bytes = [](int64_t count, DType dtype) { return count * (dtype == DType::f32 ? 4 : 2); };
+    for (int i = first_stored_; i < chain_.count; ++i) {
+      const DecodeArgs& before = chain_.links[i];
+      for (const void* const row : {a.x, a.residual, a.addend}) {
+        const int64_t read = bytes(a.k, row == a.x ? x_dtype : DType::bf16);
+        if (overlap(row, read, before.y, bytes(before.n, before.y_dtype)) ||
+            overlap(row, read, before.h, bytes(before.k, DType::bf16))) {
+          return true;
+        }
+      }
+    }
+    return false;
+  }
+
+  // Of rows whose kernel does not end with it.
+  void launch_after(const LinearStep& step, const DecodeArgs& a, int rows) const {
+    const auto form = [&] {
+      switch (step.args.after) {
+        case After::gelu_tanh:
+          return Activation::gelu_tanh;
+        case After::gelu_erf:
+          return Activation::gelu_erf;
+        default:
+          return Activation::relu;
+      }
+    };
+    if (step.args.after == After::nothing) return;
+    activate(a.y, a.y, rows, a.n, a.y_stride, form(), 0.0f, false, false, a.y_dtype, launch_);
   }
 
   void launch_large(const LinearStep& step, const DecodeArgs& a, int planes, int rows) const {
@@ -229,7 +293,8 @@ class ChainLauncher {
 
   const Launch& launch_;
   const LinearStep* steps_[kMaxLinks]{};
-  int planes_{0};  // of all of them
+  int planes_{0};        // of all of them
+  int first_stored_{0};  // from this link on, what is stored has not been waited for
   DecodeChain chain_{};
 };
 

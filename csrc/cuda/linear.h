@@ -18,6 +18,9 @@ inline const char* name(WeightFormat format) {
 // What comes after a product whose rows are 8 of a gate and their 8 of up, in turn.
 enum class Gate : int { none = 0, silu = 1, gelu_tanh = 2 };
 
+// What else may come after it, number by number.
+enum class After : int { nothing = 0, gelu_tanh = 1, gelu_erf = 2, relu = 3 };
+
 constexpr int kStripRows{16};  // rows of one tensor-core tile
 constexpr int kStepK{128};     // K is cut in steps: the largest group, and a multiple of every tile
 constexpr int kMaxDecodeRows{16};
@@ -86,16 +89,21 @@ struct LinearArgs {
   bool mma_sync;    // no wgmma, as on cards that have none
   void* workspace;  // linear_workspace() bytes, 16-byte aligned
   int* arrivals;    // strips() + 1 zeros, for the kernels' counters. One stream at a time may use a weight.
-  // Before: with a gain, x stands for rms_norm(x + residual); with a post_gain, which needs a residual, rms_norm(x)
-  // stands there for x. The bits are those of the separate ops. bf16 only.
+  // Before: with a gain, x stands for norm(x + residual), LayerNorm where it `centres`, else RMSNorm; with a post_gain,
+  // rms_norm(x) stands there for x, with an addend x + addend; both need a residual and exclude each other. The bits
+  // are those of the separate ops. bf16 only.
   const float* gain;       // (k,) or null
+  const float* gain_bias;  // (k,), of a LayerNorm, or null
   const float* post_gain;  // (k,), of the norm behind the layer that gave x, or null
   const void* residual;    // (m, k), rows residual_stride apart, or null
+  const void* addend;      // the same, rows addend_stride apart
   void* h;                 // receives x + residual, (m, k) contiguous
-  int64_t residual_stride;
+  int64_t residual_stride, addend_stride;
   float eps, post_eps;
   bool plus_one;  // of both gains
-  Gate gate;      // with one y (m, n / 2) gets silu(gate) * up, or gelu's, as the separate op does
+  bool centres;
+  Gate gate;    // with one y (m, n / 2) gets silu(gate) * up, or gelu's, as the separate op does
+  After after;  // y is contiguous
 };
 
 // y = x W^T + b. Every row's bits are the same whatever m is.

@@ -55,10 +55,10 @@ struct RingAt {
 };
 
 // What a warp needs of a link beside its image, made before it waits for the link's x.
-template <WeightFormat F, bool Grouped, int D, int C, bool Joined>
+template <WeightFormat F, bool Grouped, int D, int C, bool Joined, Extras E>
 struct LinkAt {
   using Tiles = Tile<F, Grouped, D, C>;
-  using Reduce = Reduction<F, Grouped, D, C, Joined>;
+  using Reduce = Reduction<F, Grouped, D, C, Joined, E == Extras::layer>;
   static constexpr int kChunk{8 * D * Format<F>::kPlaneBytes};
   const DecodeArgs& a;
   const WarpPart w;
@@ -129,12 +129,12 @@ struct LinkAt {
 };
 
 // The strips of one link, its image being in shared memory. refill(slot) asks for the next stage of the stream.
-template <WeightFormat F, bool Grouped, int D, int C, bool Joined, class Refill>
-__device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C, Joined>& at, RingAt& ring, const ImageCopy& copy,
-                                             Refill refill) {
+template <WeightFormat F, bool Grouped, int D, int C, bool Joined, Extras E, class Refill>
+__device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C, Joined, E>& at, RingAt& ring,
+                                             const ImageCopy& copy, Refill refill) {
   using Fmt = Format<F>;
   using Tiles = Tile<F, Grouped, D, C>;
-  using Reduce = Reduction<F, Grouped, D, C, Joined>;
+  using Reduce = LinkAt<F, Grouped, D, C, Joined, E>::Reduce;
   constexpr bool kCopied{ImageCopy::kBulk && C > 1};
   constexpr int kStages{Stream<F, Grouped, C>::kStages};
   const DecodeArgs& a = at.a;
@@ -259,8 +259,7 @@ __device__ __forceinline__ void ask_for_records(const DecodeArgs& a) {
 }
 
 // With one row of x at most 96 registers a thread, so that a block of attention fits beside; up to 4 rows, two blocks.
-// Post: some link has a post_gain; those without want its registers.
-template <WeightFormat F, bool Grouped, int D, int C, bool Joined, bool Post>
+template <WeightFormat F, bool Grouped, int D, int C, bool Joined, Extras E>
 __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     linear_decode_kernel(const __grid_constant__ DecodeChain chain) {
   if constexpr (Joined && !ImageCopy::kJoins) return;  // never launched
@@ -299,16 +298,22 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     }
   }
   GridBarrier grid{reinterpret_cast<uint32_t*>(chain.barrier)};
+  // Only where attention and feed-forward are side by side do links read nothing of each other.
+  const auto waits_for = [](const DecodeArgs& next) { return E != Extras::layer || !next.apart; };
 #pragma unroll 1
   for (int link = 0; link < links; ++link) {
     const DecodeArgs& a = chain.links[C == 1 ? link : 0];
     const DecodePlan& p = a.plan;
-    LinkAt<F, Grouped, D, C, Joined> at(a, link, shared);
+    LinkAt<F, Grouped, D, C, Joined, E> at(a, link, shared);
     uint8_t* const image = shared + p.image_at;
     const int part_scales = p.block_slices() * C * 4;
     const ImageCopy copy{p, shared_address(shared + p.image_barriers_at), Joined ? 2 * part_scales : 0};
     const auto wait = [&] {
-      link == 0 ? dependency_wait() : grid.wait();
+      if (link == 0) {
+        dependency_wait();
+      } else if (waits_for(a)) {
+        grid.wait();
+      }
       if (link == links - 1) dependency_release();
     };
     if constexpr (kCopied) {
@@ -327,51 +332,46 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
         }
       }
     } else {
-      prepare_image<F, Grouped, D, C, Post>(a, image, shared + p.red_at, at.part, wait);
+      prepare_image<F, Grouped, D, C, E>(a, image, shared + p.red_at, at.part, wait);
     }
     __syncthreads();
     if constexpr (kCopied) barrier_wait(copy.barriers + p.block_slices() * 8, 0);
     if (Grouped && link + 1 < links) ask_for_records(chain.links[link + 1]);
-    compute_link<F, Grouped, D, C, Joined>(at, ring, copy, refill);
-    if (link + 1 < links) grid.arrive();
+    compute_link<F, Grouped, D, C, Joined, E>(at, ring, copy, refill);
+    if (link + 1 < links) waits_for(chain.links[link + 1]) ? grid.arrive() : __syncthreads();
   }
 }
 
 // ---- launcher ------------------------------------------------------------------------------------------------
 
-template <WeightFormat F, bool Grouped, int D, int C, bool Post>
+template <WeightFormat F, bool Grouped, int D, int C>
 void launch_decode(const DecodeChain& chain, const Launch& launch, const std::string& what) {
   const auto text = [&] { return what; };
   const DecodeArgs& a = chain.links[0];
   if (a.images != nullptr) {
-    launch_kernel(launch, text, linear_planes_kernel<F, Grouped, D, C, Post>, dim3(a.plan.m), dim3(kDecodeThreads),
-                  stage_row_bytes<F, D>(a), a);
+    with_extras<kFloatActivations<F, D>>(extras_of(a), [&]<Extras E>() {
+      launch_kernel(launch, text, linear_planes_kernel<F, Grouped, D, C, E>, dim3(a.plan.m), dim3(kDecodeThreads),
+                    stage_row_bytes<F, D>(a), a);
+    });
   }
   int grid = 0, shared_bytes = 0;
+  Extras extras = Extras::none;
   for (int i = 0; i < chain.count; ++i) {
     grid = std::max(grid, chain.links[i].plan.grid);
     shared_bytes = std::max(shared_bytes, chain.links[i].plan.shared_bytes);
+    extras = std::max(extras, extras_of(chain.links[i]));  // links go on with no other kind
   }
   if constexpr (C > 1) {
     if (a.plan.joined) {
-      launch_cluster(launch, text, linear_decode_kernel<F, Grouped, D, C, true, false>, 2, dim3(grid),
+      launch_cluster(launch, text, linear_decode_kernel<F, Grouped, D, C, true, Extras::none>, 2, dim3(grid),
                      dim3(kDecodeThreads), shared_bytes, chain);
       return;
     }
   }
-  launch_kernel(launch, text, linear_decode_kernel < F, Grouped, D, C, false, Post && C == 1 >, dim3(grid),
-                dim3(kDecodeThreads), shared_bytes, chain);
-}
-
-template <WeightFormat F, bool Grouped, int D, int C>
-void launch_decode(const DecodeChain& chain, const Launch& launch, const std::string& what) {
-  if constexpr (!kFloatActivations<F, D>) {
-    const auto post = [](const DecodeArgs& link) { return link.post_gain != nullptr; };
-    if (std::any_of(chain.links, chain.links + chain.count, post)) {
-      return launch_decode<F, Grouped, D, C, true>(chain, launch, what);
-    }
-  }
-  launch_decode<F, Grouped, D, C, false>(chain, launch, what);
+  with_extras<kFloatActivations<F, D> || (C > 1)>(extras, [&]<Extras E>() {
+    launch_kernel(launch, text, linear_decode_kernel<F, Grouped, D, C, false, E>, dim3(grid), dim3(kDecodeThreads),
+                  shared_bytes, chain);
+  });
 }
 
 template <WeightFormat F, bool Grouped, int D>

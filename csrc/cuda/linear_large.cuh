@@ -78,12 +78,12 @@ struct TileRow {
 };
 
 // Two blocks a multiprocessor hide each other's latencies.
-template <WeightFormat F, bool Grouped, int D, bool Post>
+template <WeightFormat F, bool Grouped, int D, Extras E>
 __global__ void __launch_bounds__(kDecodeThreads, 2) linear_tiles_kernel(const __grid_constant__ LargeArgs g) {
   extern __shared__ __align__(16) uint8_t stage[];
   __shared__ RowScratch<D> scratch;
-  prepare_to_memory<F, Grouped, D, Post>(g.a, WarpShare(g.a, 0, g.a.plan.slices_log), scratch,
-                                         TileRow<F, Grouped, D>{g, static_cast<int>(blockIdx.x)}, stage);
+  prepare_to_memory<F, Grouped, D, E>(g.a, WarpShare(g.a, 0, g.a.plan.slices_log), scratch,
+                                      TileRow<F, Grouped, D>{g, static_cast<int>(blockIdx.x)}, stage);
   if (blockIdx.x == 0 && g.p.shared > 0) {
     for (int i = threadIdx.x; i < g.p.blocks * g.p.strips; i += kDecodeThreads) *handed_at(g, 0, i) = 0;
   }
@@ -867,10 +867,10 @@ void launch_large_format(const LargeArgs& g, int planes, const Launch& launch, c
   const auto text = [&] { return what; };
   with_planes<F>(planes, g.a.group_shift > 0, [&]<bool Grouped, int D>() {
     if constexpr (large_compiled(F, D, Grouped, 64) || large_compiled(F, D, Grouped, 32)) {
-      const auto kernel = !kFloatActivations<F, D> && g.a.post_gain != nullptr
-                              ? linear_tiles_kernel<F, Grouped, D, !kFloatActivations<F, D>>
-                              : linear_tiles_kernel<F, Grouped, D, false>;
-      launch_kernel(launch, text, kernel, dim3(g.rows), dim3(kDecodeThreads), stage_row_bytes<F, D>(g.a), g);
+      with_extras<kFloatActivations<F, D>>(extras_of(g.a), [&]<Extras E>() {
+        launch_kernel(launch, text, linear_tiles_kernel<F, Grouped, D, E>, dim3(g.rows), dim3(kDecodeThreads),
+                      stage_row_bytes<F, D>(g.a), g);
+      });
     }
     const auto launch_rows = [&]<int Rows>() {
       if constexpr (large_compiled(F, D, Grouped, Rows, F == WeightFormat::int4 && D == 2)) {

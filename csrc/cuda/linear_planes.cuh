@@ -55,8 +55,23 @@ struct DecodeArgs {
   // Last, since registers of kernels that take more rows follow where the rest is.
   const float* post_gain;  // null: no norm of x before the residual is added
   float post_eps;
-  bool gelu;  // gates with it, else with silu
+  bool gelu;     // gates with it, else with silu
+  bool centres;  // the norm is a LayerNorm
+  After after;   // with one row of x; more rows have a kernel of their own for it
+  bool apart;    // reads nothing that the links before it store which no link has waited for
+  const float* gain_bias;
+  const void* addend;
+  int64_t addend_stride;
 };
+
+// What a kernel is compiled for, since each wants registers and code: RMSNorm or none; also one before the residual is
+// added; also LayerNorm, an addend, and what may come after.
+enum class Extras { none, post, layer };
+
+inline Extras extras_of(const DecodeArgs& a) {
+  if (a.post_gain != nullptr) return Extras::post;
+  return a.centres || a.addend != nullptr || a.after != After::nothing ? Extras::layer : Extras::none;
+}
 
 // What the kernel for more rows is launched with.
 struct LargeArgs {
@@ -103,6 +118,16 @@ void with_planes(int planes, bool grouped, Call call) {
   } else {
     planes == kFewest ? call.template operator()<false, kFewest>() : call.template operator()<false, kMost>();
   }
+}
+
+// Calls call<E>() with what is wanted; fp32 activations have none of it.
+template <bool Float, class Call>
+void with_extras(Extras wanted, Call call) {
+  if constexpr (!Float) {
+    if (wanted == Extras::post) return call.template operator()<Extras::post>();
+    if (wanted == Extras::layer) return call.template operator()<Extras::layer>();
+  }
+  call.template operator()<Extras::none>();
 }
 
 // Eight activations as they are in memory.
@@ -189,15 +214,24 @@ struct RowSource {
     const Chunk<false> own = read(x + at);
     return residual == nullptr ? own : sum(own, read(residual + at), at);
   }
-  // Rounded.
+  // The same of x + addend, where there is one.
+  __device__ __forceinline__ Chunk<false> load(int at, const bf16* addend) const {
+    if (addend == nullptr) return load(at);
+    const Chunk<false> own = read(x + at), more = read(addend + at), other = read(residual + at);
+    return sum(plus(own, more), other, at);
+  }
   __device__ __forceinline__ Chunk<false> sum(const Chunk<false>& own, const Chunk<false>& other, int at) const {
+    const Chunk<false> out = plus(own, other);
+    if (h != nullptr) *reinterpret_cast<uint4*>(const_cast<bf16*>(h) + at) = out.word[0];
+    return out;
+  }
+  // Rounded.
+  __device__ __forceinline__ static Chunk<false> plus(const Chunk<false>& own, const Chunk<false>& other) {
     float v[8], w[8];
     own.unpack(v), other.unpack(w);
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] += w[i];
-    const Chunk<false> out = pack_chunk(v);
-    if (h != nullptr) *reinterpret_cast<uint4*>(const_cast<bf16*>(h) + at) = out.word[0];
-    return out;
+    return pack_chunk(v);
   }
 };
 

@@ -1,6 +1,6 @@
-// From rows of x to planes: RMSNorm where one comes first, the scale of each slice, digits and their sums.
+// From rows of x to planes: a norm where one comes first, the scale of each slice, digits and their sums.
 //
-// A block prepares a whole row, since RMSNorm needs all of it; `subs` warps share a slice and take rounds of 256
+// A block prepares a whole row, since a norm needs all of it; `subs` warps share a slice and take rounds of 256
 // columns in turn. This runs once a launch, before any product, so what counts is the chain of dependent instructions:
 // short, not wide.
 #pragma once
@@ -93,11 +93,19 @@ __device__ __forceinline__ float row_total(const int* digits, int digit_step, co
   return total;
 }
 
-__device__ __forceinline__ float squares(const Chunk<false>& chunk) {
+__device__ __forceinline__ float squares(const Chunk<false>& chunk, float mean = 0.0f) {
   float v[8], sum{0.0f};
   chunk.unpack(v);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) sum = fmaf(v[i], v[i], sum);
+  for (int i = 0; i < 8; ++i) sum = fmaf(v[i] - mean, v[i] - mean, sum);
+  return sum;
+}
+
+__device__ __forceinline__ float added_up(const Chunk<false>& chunk) {
+  float v[8], sum{0.0f};
+  chunk.unpack(v);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum += v[i];
   return sum;
 }
 
@@ -140,6 +148,16 @@ __device__ __forceinline__ Chunk<false> normed(const Chunk<false>& chunk, float 
   chunk.unpack(v);
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] = fmaf(v[i] * factor, gain[i], 0.0f);
+  return pack_chunk(v);
+}
+
+// As layer_norm does.
+__device__ __forceinline__ Chunk<false> normed(const Chunk<false>& chunk, float mean, float factor,
+                                               const float (&gain)[8], const float (&bias)[8]) {
+  float v[8];
+  chunk.unpack(v);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] = fmaf((v[i] - mean) * factor, gain[i], bias[i]);
   return pack_chunk(v);
 }
 
@@ -250,44 +268,65 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
   }
 }
 
-// The same for a row of which every thread has at most 8 R activations, after an RMSNorm where there is one, and one
-// before the residual is added (Post: where there may be one): they stay in registers, and what does not depend on them
-// is done before the wait for what stores them. `slice_sums` in shared memory (D a slice of the block's) gets the digit
-// sums.
-template <WeightFormat F, bool Grouped, int D, int R, bool Post, class To, class Wait>
+// The same for a row of which every thread has at most 8 R activations, after a norm where there is one, and what E
+// says before the residual is added: they stay in registers, and what does not depend on them is done before the wait
+// for what stores them. `slice_sums` in shared memory (D a slice of the block's) gets the digit sums.
+template <WeightFormat F, bool Grouped, int D, int R, Extras E, class To, class Wait>
 __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, const WarpShare& share,
                                                   RowScratch<D>& scratch, const To& to, int* slice_sums, Wait wait) {
   constexpr bool kScaled{Format<F>::kScaled}, kSummed{Format<F>::kInteger && !Grouped};
+  constexpr bool Post{E == Extras::post}, Layer{E == Extras::layer};
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, begin = share.begin(), step = share.step();
   const int last = min(share.last, a.k);
   const RowSource source(a, row, begin, Post && a.post_gain != nullptr);
+  const bf16* addend{nullptr};
+  if (Layer && a.addend != nullptr) addend = keep(static_cast<const bf16*>(a.addend) + row * a.addend_stride + begin);
   // 1: of the sum with the residual; 2: of x too; 3: of x alone
   const int plain = a.gain != nullptr;
   const int norms = keep(!Post || a.post_gain == nullptr ? plain : plain == 1 ? 2 : 3);
   const float each = keep(1.0f / static_cast<float>(a.k)), eps = keep(a.eps);
-  float gain[8]{}, post_gain[8]{};
+  float gain[8]{}, post_gain[8]{}, bias[8]{};
   if (R == 1 && norms > 0 && (!Post || norms < 3) && begin < last) load_gain(a, a.gain, begin, gain);
   if (Post && R == 1 && norms > 1 && begin < last) load_gain(a, a.post_gain, begin, post_gain);
+  if (Layer && R == 1 && a.gain_bias != nullptr && begin < last) load_constant(a.gain_bias + begin, bias);
   wait();
   // No more than the slices have: what lies behind belongs to other warps already.
   if (kSummed && static_cast<int>(threadIdx.x) < share.slices * D) slice_sums[threadIdx.x] = 0;
   Chunk<false> x[R]{};
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    if (begin + r * step < last) x[r] = source.load(r * step);
+    if (begin + r * step < last) x[r] = Layer ? source.load(r * step, addend) : source.load(r * step);
   }
-  const auto norm = [&](const float* gains, float (&own)[8], float least) {
+  const auto row_sum = [&](auto of) {  // of(r): over a round's columns
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      const float sum = norm_step_sum(squares(x[r]));
+      const float sum = norm_step_sum(of(r));
       if (begin + r * step < share.last && lane % kNormLanes == 0) scratch.steps[(begin + r * step) / kStepK] = sum;
     }
     __syncthreads();
-    const float factor = rsqrtf(norm_row_sum(scratch.steps, a.steps) * each + least);
+    return norm_row_sum(scratch.steps, a.steps);
+  };
+  const auto norm = [&](const float* gains, float (&own)[8], float least) {
+    float mean{0.0f};
+    if (Layer && a.centres) {
+      mean = __fdiv_rn(row_sum([&](int r) { return added_up(x[r]); }), static_cast<float>(a.k));
+      __syncthreads();  // all have read the sums of steps
+    }
+    const float sum = row_sum([&](int r) {
+      if constexpr (Layer) return begin + r * step < last ? squares(x[r], mean) : 0.0f;
+      return squares(x[r]);
+    });
+    const float factor = rsqrtf(sum * each + least);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      if (R > 1 && begin + r * step < last) load_gain(a, gains, begin + r * step, own);
-      x[r] = normed(x[r], factor, own);
+      const int k = begin + r * step;
+      if (R > 1 && k < last) load_gain(a, gains, k, own);
+      if constexpr (Layer) {
+        if (R > 1 && a.gain_bias != nullptr && k < last) load_constant(a.gain_bias + k, bias);
+        if (k < last) x[r] = normed(x[r], mean, factor, own, bias);
+      } else {
+        x[r] = normed(x[r], factor, own);
+      }
     }
   };
   if (norms > 0) {
@@ -327,7 +366,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
 }
 
 // Row blockIdx.x to memory, in whatever form `to` gives it; `stage`: 2 K bytes of shared memory, unless x is fp32.
-template <WeightFormat F, bool Grouped, int D, bool Post, class To>
+template <WeightFormat F, bool Grouped, int D, Extras E, class To>
 __device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const WarpShare& share, RowScratch<D>& scratch,
                                                   const To& to, uint8_t* stage) {
   const int row = blockIdx.x;
@@ -338,8 +377,8 @@ __device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const War
   if constexpr (!kFloatActivations<F, D>) {
     if (a.x_aligned && a.plan.row_rounds <= kMostRounds) {
       a.plan.row_rounds == 1
-          ? prepare_short_row<F, Grouped, D, 1, Post>(a, row, share, scratch, to, scratch.sums, wait)
-          : prepare_short_row<F, Grouped, D, kMostRounds, Post>(a, row, share, scratch, to, scratch.sums, wait);
+          ? prepare_short_row<F, Grouped, D, 1, E>(a, row, share, scratch, to, scratch.sums, wait)
+          : prepare_short_row<F, Grouped, D, kMostRounds, E>(a, row, share, scratch, to, scratch.sums, wait);
       if constexpr (Format<F>::kInteger && !Grouped) put_slice_sums<D>(share, scratch, to, true);
       return;
     }
@@ -358,7 +397,7 @@ int stage_row_bytes(const DecodeArgs& a) {
 
 // One block per row, for plans whose blocks copy their part's image instead of preparing it again. It fits beside a
 // block of the kernel ahead.
-template <WeightFormat F, bool Grouped, int D, int C, bool Post>
+template <WeightFormat F, bool Grouped, int D, int C, Extras E>
 __global__ void __launch_bounds__(kDecodeThreads, 2) linear_planes_kernel(const __grid_constant__ DecodeArgs a) {
   extern __shared__ __align__(16) uint8_t stage[];
   __shared__ RowScratch<D> scratch;
@@ -370,12 +409,12 @@ __global__ void __launch_bounds__(kDecodeThreads, 2) linear_planes_kernel(const 
             begin = share.first / kStepK - first_step;
   const int at = p.planes_of(share.slice & (p.block_slices() - 1), row, begin, share.last / kStepK - first_step);
   uint8_t* const planes = image + p.planes_at + at - begin * kStepK * p.column_bytes;
-  prepare_to_memory<F, Grouped, D, Post>(a, share, scratch,
-                                         ImageRow<F, D, C>{planes, first_step * kStepK, image, row, a}, stage);
+  prepare_to_memory<F, Grouped, D, E>(a, share, scratch, ImageRow<F, D, C>{planes, first_step * kStepK, image, row, a},
+                                      stage);
 }
 
 // Waits for what has stored x and brings the block's image to shared memory; `scratch` there holds a RowScratch.
-template <WeightFormat F, bool Grouped, int D, int C, bool Post, class Wait>
+template <WeightFormat F, bool Grouped, int D, int C, Extras E, class Wait>
 __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, void* scratch, int part, Wait wait) {
   const DecodePlan& p = a.plan;
   RowScratch<D>& sums = *static_cast<RowScratch<D>*>(scratch);
@@ -384,8 +423,8 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
       const WarpShare share(a, 0, p.block_log);
       const ImageRow<F, D, 1> to{image + p.planes_at + share.slice * p.plane_pad, 0, image, 0, a};
       int* const digits = to.sums();
-      p.row_rounds == 1 ? prepare_short_row<F, Grouped, D, 1, Post>(a, 0, share, sums, to, digits, wait)
-                        : prepare_short_row<F, Grouped, D, kMostRounds, Post>(a, 0, share, sums, to, digits, wait);
+      p.row_rounds == 1 ? prepare_short_row<F, Grouped, D, 1, E>(a, 0, share, sums, to, digits, wait)
+                        : prepare_short_row<F, Grouped, D, kMostRounds, E>(a, 0, share, sums, to, digits, wait);
       return;
     }
   }

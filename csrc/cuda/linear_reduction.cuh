@@ -13,6 +13,14 @@ __device__ __forceinline__ float gated(const DecodeArgs& a, float gate, float up
   return times_sigmoid(gate, a.gelu ? gelu_argument(gate) : gate) * up;
 }
 
+// What comes after, of a result rounded as the separate op would find it.
+__device__ __forceinline__ float afterwards(const DecodeArgs& a, float value) {
+  if (a.after == After::nothing) return value;
+  if (a.y_dtype == DType::bf16) value = to_float(from_float<bf16>(value));
+  if (a.after == After::relu) return relu(value);
+  return a.after == After::gelu_erf ? gelu_erf(value) : gelu_tanh(value);
+}
+
 // The biases of this lane's rows of a strip, g = lane / 4 and g + 8.
 __device__ __forceinline__ void load_bias(const DecodeArgs& a, int strip, int lane, float (&bias)[2]) {
   const int n = strip * kStripRows + lane / 4;
@@ -32,8 +40,8 @@ __device__ __forceinline__ void store_rows(const DecodeArgs& a, int strip, int l
 }
 
 // Where the warps of a strip leave their sums: [strip in flight][slice][row of x][row of the strip][word]. Joined: in
-// the block of the strip's two that adds them up.
-template <WeightFormat F, bool Grouped, int D, int C, bool Joined>
+// the block of the strip's two that adds them up. GoesOn: something may come after.
+template <WeightFormat F, bool Grouped, int D, int C, bool Joined, bool GoesOn>
 struct Reduction {
   // One row of x leaves most lanes without a result, so its digit sums are scaled by the warp that adds them.
   static constexpr bool kRaw{Format<F>::kInteger && !Grouped && C == 1};
@@ -117,6 +125,7 @@ struct Reduction {
       const float up = __shfl_down_sync(kAllLanes, value, 8);
       if (wanted && row < 8) store_from_float(a.y, m * a.y_stride + strip * 8 + row, a.y_dtype, gated(a, value, up));
     } else if (wanted) {
+      if constexpr (GoesOn) value = afterwards(a, value);
       store_from_float(a.y, m * a.y_stride + n, a.y_dtype, value);
     }
   }

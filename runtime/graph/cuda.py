@@ -1,40 +1,83 @@
 """What CUDA runs together: kernels that take bf16 activations, chosen by shapes and by what the card has room for."""
 
 from collections.abc import Sequence
-from typing import get_args
+from dataclasses import replace
+from typing import Any, get_args
 
 import torch
 
-from nibblelm.graph import Alone, Node, Rule, add_norm
+from nibblelm.graph import Alone, Node, Rule, Value, add_norm
 from nibblelm.ops.cuda_attention import has_room_to_rotate
 from nibblelm.ops.cuda_linear import MAX_NORM_COLUMNS
-from nibblelm.ops.types import PAGE, Gate, LinearStep
+from nibblelm.ops.types import PAGE, After, Gate, LinearStep
+
+
+def norm_for_each(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | None:
+    """norm, then linears that read it -> the norm again before each linear, whose kernel does it on the way."""
+    norm = nodes[0]
+    if norm.op not in _NORMS or alone(norm.outputs[0]) or not _fits(norm.inputs["x"]):
+        return None
+    (normed, *sums), again = norm.outputs, dict(norm.inputs)
+    readers = [at for at, node in enumerate(nodes) if normed in node.inputs.values()]
+    if not all(nodes[at].op == "linear" for at in readers):
+        return None
+    if "residual" in again:
+        again = {"x": sums[0]}
+    result = list(nodes[: readers[-1] + 1])
+    for at in reversed(readers[1:]):
+        own = Value(normed.nodes, normed.width, normed.dtype)
+        reader = replace(nodes[at], inputs={**nodes[at].inputs, "x": own})
+        result[at : at + 1] = [Node(norm.op, again, norm.attributes, (own,)), reader]
+    return readers[-1] + 1, result
 
 
 def norm_linear(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | None:
-    """rms_norm, linear (, swiglu or geglu of pairs) -> norm_linear; with an rms_norm of what is added to the residual
-    before it, also where the sum goes into the linear as it is."""
+    """norm, linear (, swiglu or geglu of pairs, or gelu or relu) -> norm_linear; with an rms_norm of what is added to
+    the residual before it, also where the sum goes into the linear as it is; with what was added to x."""
     post = nodes[0] if _norms_what_is_added(nodes, alone) else None
-    norm, *rest = nodes[1:4] if post else nodes[:3]
-    if not (norm.op == "rms_norm" and alone(norm.outputs[0])) and not (post and norm.op == "add"):
+    added = nodes[0] if _is_added_before(nodes, alone) else None
+    norm, *rest = nodes[1:4] if post or added else nodes[:3]
+    if not (norm.op in _NORMS and alone(norm.outputs[0])) and not (post and norm.op == "add"):
         return None
     linear, x = rest[0] if rest else norm, norm.inputs["x"]
-    if linear.op != "linear" or not linear.reads(norm.outputs[0], "x"):
+    if linear.op != "linear" or not linear.reads(norm.outputs[0], "x") or not _fits(x):
         return None
-    if x.dtype != torch.bfloat16 or x.width % 8 or x.width > MAX_NORM_COLUMNS:
-        return None
-    count, last, gate = 2, linear, _gate(rest[1], linear) if rest[1:] and alone(linear.outputs[0]) else None
-    if gate:
-        count, last = 3, rest[1]
+    count, last, after = 2, linear, rest[1] if rest[1:] and alone(linear.outputs[0]) else None
+    gate = _gate(after, linear) if after else None
+    ending = _ending(after, linear) if after else None
+    if after and (gate or ending):
+        count, last = 3, after
     if norm.op == "add":
         inputs, sums, form = {"residual": norm.inputs["x"]}, norm.outputs, {"weight": None, "eps": 0.0}
     else:
         inputs, sums, form = norm.inputs, norm.outputs[1:], norm.attributes
-    attributes = {"gain": form["weight"], "eps": form["eps"], "gate": gate, **linear.attributes}
+    attributes = {"gain": form["weight"], "eps": form["eps"], "gate": gate, "after": ending, **linear.attributes}
     if post:
         count, inputs, form = count + 1, inputs | post.inputs, post.attributes
         attributes["post"] = form["weight"], form["eps"]
-    return count, [Node("norm_linear", inputs, {**attributes, "plus_one": form["plus_one"]}, (*last.outputs, *sums))]
+    if added:
+        count, inputs = count + 1, inputs | {"addend": added.inputs["x"], "x": added.inputs["y"]}
+    if norm.op == "layer_norm":
+        attributes |= {"centred": True, "gain_bias": form["bias"]}
+    else:
+        attributes["plus_one"] = form["plus_one"]
+    return count, [Node("norm_linear", inputs, attributes, (*last.outputs, *sums))]
+
+
+_NORMS = {"rms_norm", "layer_norm"}
+
+
+def _fits(x: Value) -> bool:
+    """Whether a linear's kernel can norm it."""
+    return x.dtype == torch.bfloat16 and x.width % 8 == 0 and x.width <= MAX_NORM_COLUMNS
+
+
+def _is_added_before(nodes: Sequence[Node], alone: Alone) -> bool:
+    """Whether the first node adds up what the second, a norm, adds to a residual."""
+    if len(nodes) < 2 or nodes[0].op != "add" or not alone(nodes[0].outputs[0]):
+        return False
+    norm = nodes[1]
+    return norm.op in _NORMS and "residual" in norm.inputs and norm.reads(nodes[0].outputs[0], "x")
 
 
 def _norms_what_is_added(nodes: Sequence[Node], alone: Alone) -> bool:
@@ -55,6 +98,14 @@ def _gate(node: Node, linear: Node) -> Gate | None:
     form = node.attributes.get("form", "silu")
     plain = linear.attributes["bias"] is None and linear.attributes["dtype"] == torch.bfloat16
     return form if plain and form in get_args(Gate) and node.reads(linear.outputs[0], "gate_up") else None
+
+
+def _ending(node: Node, linear: Node) -> After | None:
+    """The activation that `node` is, if a linear's kernel can end with it."""
+    if linear.attributes["dtype"] != torch.bfloat16 or not node.reads(linear.outputs[0], "x"):
+        return None
+    endings: dict[str, After] = {"tanh": "gelu_tanh", "erf": "gelu_erf"}
+    return endings.get(node.attributes["form"]) if node.op == "gelu" else "relu" if node.op == "relu" else None
 
 
 def rope_attention(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | None:
@@ -80,33 +131,34 @@ def rope_attention(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]
 
 
 def linear_chain(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | None:
-    """linear or norm_linear, each of what the one before gives, along one residual stream -> linear_chain."""
+    """linears and norm_linears that follow each other -> linear_chain."""
     steps: list[LinearStep] = []
-    entry = stream = result = None  # residual before the first norm, after the last one; what the last linear gives
+    given: dict[Value, str] = {}
+    outputs: list[Value] = []
+    names: dict[Value, str] = {}
     bits = nodes[0].attributes.get("activation_bits")
     for node in nodes:
-        a, x, residual = node.attributes, node.inputs.get("x"), node.inputs.get("residual")
+        a, x = node.attributes, node.inputs.get("x")
         if (
             node.op not in {"linear", "norm_linear"} or x is None or not (x.dtype == a["dtype"] == torch.bfloat16)
-            or a["activation_bits"] != bits or (steps and not (x is result and alone(x)))
+            or a["activation_bits"] != bits
         ):  # fmt: skip
             break
-        if node.op == "linear":
-            steps.append(LinearStep(a["weight"], a["bias"]))
-        else:
-            goes_on = residual is stream and alone(stream) if stream is not None else residual is not None
-            if steps and not goes_on:
-                break
-            entry, stream = entry or residual, x if residual is None else node.outputs[1]
-            norm = (a["gain"], a["eps"], a["gate"], a["plus_one"], a.get("post"))
-            steps.append(LinearStep(a["weight"], a["bias"], *norm))
-        result = node.outputs[0]
-    if len(steps) < 2 or result is None:
+        read: dict[str, Any] = {}
+        for role, value in node.inputs.items():
+            if value not in names:
+                names[value] = given[value] = f"in{len(given)}" if given else "x"
+            read[role] = names[value]
+        own: dict[str, Any] = {name: a[name] for name in a if name not in {"activation_bits", "dtype"}}
+        steps.append(LinearStep(**own, **read))
+        for result, letter in zip(node.outputs, "yh", strict=False):
+            names[result] = f"{letter}{len(steps) - 1}"
+            outputs.append(result)
+    if len(steps) < 2:
         return None
-    inputs = {"x": nodes[0].inputs["x"]} | ({} if entry is None else {"residual": entry})
-    outputs = (result,) if stream is None else (result, stream)
-    return len(steps), [Node("linear_chain", inputs, {"steps": tuple(steps), "activation_bits": bits}, outputs)]
+    inputs = {name: value for value, name in given.items()}
+    return len(steps), [Node("linear_chain", inputs, {"steps": tuple(steps), "activation_bits": bits}, tuple(outputs))]
 
 
-RULES: tuple[Rule, ...] = (add_norm, norm_linear, rope_attention, linear_chain)
+RULES: tuple[Rule, ...] = (add_norm, norm_for_each, norm_linear, rope_attention, linear_chain)
 RELATED_RULES: tuple[Rule, ...] = tuple(rule for rule in RULES if rule is not rope_attention)

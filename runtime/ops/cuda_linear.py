@@ -10,10 +10,20 @@ from torch import Tensor
 from nibblelm.ops.cuda_device import DTYPES, launch_args, mma_sync, require
 from nibblelm.ops.cuda_device import kernels as _cuda
 from nibblelm.ops.cuda_upload import upload
-from nibblelm.ops.types import ActivationBits, Gate, LinearStep, PackedLinear, PostNorm, QuantizedWeight, Weight
+from nibblelm.ops.types import (
+    ActivationBits,
+    After,
+    Gate,
+    LinearStep,
+    PackedLinear,
+    PostNorm,
+    QuantizedWeight,
+    Weight,
+)
 
 _FORMATS = {4: 0, 8: 1, torch.float16: 2, torch.bfloat16: 3, torch.float32: 4}
 _GATES: dict[Gate | None, int] = {None: 0, "silu": 1, "tanh": 2}  # `Gate` in csrc/cuda/linear.h
+_AFTER: dict[After | None, int] = {None: 0, "gelu_tanh": 1, "gelu_erf": 2, "relu": 3}  # `After` there
 MAX_NORM_COLUMNS = 16384
 """Of rows that `norm_linear` takes; csrc/cuda/linear.h refuses more too."""
 _MOST_COLUMNS = 1 << 16  # 255 x 127 x 65,536 is the largest sum of codes by digits below 2^31
@@ -154,15 +164,35 @@ def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits
 
 @dataclass(frozen=True)
 class _Norm:
-    """What comes before a linear, and the gate that comes after it."""
+    """What comes before a linear, and what after it."""
 
     gain: Tensor | None
     eps: float
     residual: Tensor | None
     h: Tensor
-    plus_one: bool
-    gate: Gate | None
-    post: PostNorm | None
+    plus_one: bool = False
+    gate: Gate | None = None
+    post: PostNorm | None = None
+    centred: bool = False
+    gain_bias: Tensor | None = None
+    addend: Tensor | None = None
+    after: After | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Of the kernel's."""
+        given: dict[str, Any] = {
+            "h": self.h.data_ptr(), "plus_one": self.plus_one, "centres": self.centred, "gate": _GATES[self.gate],
+            "after": _AFTER[self.after], "eps": self.eps,
+        }  # fmt: skip
+        for name, rows in (("residual", self.residual), ("addend", self.addend)):
+            if rows is not None:
+                given |= {name: rows.data_ptr(), f"{name}_stride": rows.stride(0)}
+        for name, gain in (("gain", self.gain), ("gain_bias", self.gain_bias)):
+            if gain is not None:
+                given[name] = gain.data_ptr()
+        if self.post is not None:
+            given |= {"post_gain": self.post[0].data_ptr(), "post_eps": self.post[1]}
+        return given
 
 
 @dataclass(frozen=True)
@@ -183,20 +213,12 @@ class _Call:
 
     def step(self, workspace: Tensor | None) -> Any:
         x, out, norm, data = self.x, self.out, self.norm, self.weight.data
-        fused: dict[str, Any] = {}
-        if norm is not None:
-            fused = {"h": norm.h.data_ptr(), "plus_one": norm.plus_one, "gate": _GATES[norm.gate]}
-            if norm.gain is not None:
-                fused |= {"gain": norm.gain.data_ptr(), "eps": norm.eps}
-            if norm.residual is not None:
-                fused |= {"residual": norm.residual.data_ptr(), "residual_stride": norm.residual.stride(0)}
-            if norm.post is not None:
-                fused |= {"post_gain": norm.post[0].data_ptr(), "post_eps": norm.post[1]}
         return _cuda.LinearStep(
             weight=data.descriptor, x=x.data_ptr(), x_stride=x.stride(0), x_dtype=DTYPES[x.dtype], y=out.data_ptr(),
             y_stride=out.stride(0), y_dtype=DTYPES[out.dtype], bias=0 if self.bias is None else self.bias.data_ptr(),
             rows=x.shape[0], eight_bits=self.activation_bits == 8, mma_sync=mma_sync(),
-            workspace=0 if workspace is None else workspace.data_ptr(), arrivals=data.arrivals.data_ptr(), **fused,
+            workspace=0 if workspace is None else workspace.data_ptr(), arrivals=data.arrivals.data_ptr(),
+            **({} if norm is None else norm.arguments()),
         )  # fmt: skip
 
 
@@ -218,41 +240,47 @@ def _norm_call(
     x: Tensor,
     gain: Tensor | None,
     eps: float,
-    residual: Tensor | None,
     weight: PackedLinear,
+    residual: Tensor | None,
     bias: Tensor | None,
     activation_bits: int,
     dtype: torch.dtype,
-    plus_one: bool,
-    gate: Gate | None,
-    post: PostNorm | None,
+    **options: Any,
 ) -> _Call:
     n, k = weight.shape
-    rows = [x] if residual is None else [x, residual]
-    gains = [t for t in (gain, None if post is None else post[0]) if t is not None]
+    norm = _Norm(
+        gain, eps, residual, x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device), **options
+    )
+    rows = [t for t in (x, residual, norm.addend) if t is not None]
+    gains = [t for t in (gain, None if norm.post is None else norm.post[0], norm.gain_bias) if t is not None]
     aligned = all(
         t.shape == (x.shape[0], k) and t.dtype == torch.bfloat16 and t.stride(1) == 1 and t.stride(0) % 8 == 0
         and t.data_ptr() % 16 == 0
         for t in rows
     )  # fmt: skip
     pairs = weight.pairs and bias is None and dtype == x.dtype
-    if not aligned or k % 8 or k > MAX_NORM_COLUMNS or (gate and not pairs):
+    if not aligned or k % 8 or k > MAX_NORM_COLUMNS or (norm.gate and not pairs):
         raise ValueError(
-            f"norm_linear: x {tuple(x.shape)} {x.dtype} strides {x.stride()}, weight {weight.shape}, gate {gate}; "
+            f"norm_linear: x {tuple(x.shape)} {x.dtype} strides {x.stride()}, weight {weight.shape}, gate {norm.gate}; "
             f"supported: aligned bf16 rows of a multiple of 8 up to {MAX_NORM_COLUMNS} columns, gates in pairs, no bias"
         )
     for t in gains:
         if t.shape != (k,) or t.dtype != torch.float32 or not t.is_contiguous() or t.data_ptr() % 16:
             raise ValueError(f"norm_linear: gain {tuple(t.shape)} {t.dtype}, want aligned contiguous ({k},) fp32")
-    if not gains or (post is not None and residual is None):
+    before = (norm.post is not None) + (norm.addend is not None)
+    if (gain is None and norm.post is None) or before > 1 or (before and residual is None):
         raise ValueError(
-            "norm_linear: no norm, or one before the residual is added and no residual; use linear, rms_norm"
+            "norm_linear: no norm, or one before the residual is added or an addend and no residual, or both; use "
+            "linear, rms_norm, layer_norm, add"
         )
-    out = torch.empty(x.shape[0], n // 2 if gate else n, dtype=dtype, device=x.device)
-    if not gate:
+    if (norm.centred and (gain is None or norm.post is not None)) or (norm.gain_bias is not None and not norm.centred):
+        raise ValueError("norm_linear: a LayerNorm takes a gain and no post, and a gain_bias is of a LayerNorm")
+    if norm.after and (norm.gate or dtype != x.dtype):
+        raise ValueError(f"norm_linear: {norm.after} after a gate or of {dtype}; supported: of bf16, without a gate")
+    out = torch.empty(x.shape[0], n // 2 if norm.gate else n, dtype=dtype, device=x.device)
+    if not norm.gate:
         _check_linear(x, weight, bias, activation_bits, out)
-    h = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _Call(x, weight, bias, out, activation_bits, _Norm(gain, eps, residual, h, plus_one, gate, post))
+    return _Call(x, weight, bias, out, activation_bits, norm)
 
 
 def norm_linear(
@@ -268,40 +296,60 @@ def norm_linear(
     plus_one: bool = False,
     gate: Gate | None = None,
     post: PostNorm | None = None,
+    centred: bool = False,
+    gain_bias: Tensor | None = None,
+    addend: Tensor | None = None,
+    after: After | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm(x, gain, eps, residual)`, then `linear`, then `swiglu` or `geglu` of pairs: their bits, one kernel.
+    """`rms_norm(x, gain, eps, residual)` or, `centred`, `layer_norm` with `gain_bias`; then `linear`; then `swiglu` or
+    `geglu` of pairs, or what is `after`: their bits, one kernel (`after` with several rows: two).
 
-    x, residual, h (M, K) bf16, gain (K,) fp32; returns (y, h): y (M, N) in `dtype` or, with a gate, (M, N / 2);
-    h = x + residual. With `post`, `rms_norm(x, *post)` stands for x; without a gain h is not normed. ValueError where
-    the kernel does not take the arguments.
+    x, residual, addend, h (M, K) bf16, gain, gain_bias (K,) fp32; returns (y, h): y (M, N) in `dtype` or, with a gate,
+    (M, N / 2); h = x + residual. With `post`, `rms_norm(x, *post)` stands for x, with `addend` x + addend; without a
+    gain h is not normed. ValueError where the kernel does not take the arguments.
     """
-    call = _norm_call(x, gain, eps, residual, weight, bias, activation_bits, dtype, plus_one, gate, post)
+    options = {
+        "plus_one": plus_one, "gate": gate, "post": post, "centred": centred, "gain_bias": gain_bias, "addend": addend,
+        "after": after,
+    }  # fmt: skip
+    call = _norm_call(x, gain, eps, weight, residual, bias, activation_bits, dtype, **options)
     if x.shape[0] > 0:
         _launch([call])
     assert call.norm is not None
     return call.out, call.norm.h
 
 
+_OWN = ("plus_one", "gate", "post", "centred", "gain_bias", "after")
+"""What a step hands on to `_Norm` as it is."""
+
+
 def linear_chain(
-    x: Tensor, steps: Sequence[LinearStep], residual: Tensor | None = None, activation_bits: ActivationBits = 24
-) -> tuple[Tensor, Tensor | None]:
-    """`linear` or, with a norm, `norm_linear` one after another, each of what the one before gives: their bits, for
+    x: Tensor, steps: Sequence[LinearStep], activation_bits: ActivationBits = 24, **given: Tensor
+) -> tuple[Tensor, ...]:
+    """`linear` or, with a norm, `norm_linear` one after another, each of what was given or came before: their bits, for
     one row one kernel, or as few as can be.
 
-    x, residual (M, K) bf16; returns (the last y, the residual stream after the last step that has a norm). ValueError
-    where a kernel does not take the arguments.
+    x, given (M, K) bf16; returns of each step y and, where it has a residual, h. ValueError where a kernel does not
+    take the arguments.
     """
+    held, results = {"x": x, **given}, list[Tensor]()
     calls: list[_Call] = []
-    for step in steps:
-        if step.gain is None and step.post is None:
-            out = torch.empty(x.shape[0], step.weight.shape[0], dtype=x.dtype, device=x.device)
-            _check_linear(x, step.weight, step.bias, activation_bits, out)
-            calls.append(_Call(x, step.weight, step.bias, out, activation_bits))
+    for i, step in enumerate(steps):
+        own, residual = held[step.x], None if step.residual is None else held[step.residual]
+        if step.norms:
+            options = {name: getattr(step, name) for name in _OWN}
+            addend = None if step.addend is None else held[step.addend]
+            how = (step.weight, residual, step.bias, activation_bits, own.dtype)
+            calls.append(_norm_call(own, step.gain, step.eps, *how, addend=addend, **options))
         else:
-            how = (step.weight, step.bias, activation_bits, x.dtype, step.plus_one, step.gate, step.post)
-            calls.append(_norm_call(x, step.gain, step.eps, residual, *how))
-            residual = calls[-1].norm.h if calls[-1].norm else None
-        x = calls[-1].out
+            out = torch.empty(own.shape[0], step.weight.shape[0], dtype=own.dtype, device=own.device)
+            _check_linear(own, step.weight, step.bias, activation_bits, out)
+            calls.append(_Call(own, step.weight, step.bias, out, activation_bits))
+        held[f"y{i}"] = calls[-1].out
+        results.append(calls[-1].out)
+        if (norm := calls[-1].norm) is not None and residual is not None:
+            held[f"h{i}"] = norm.h
+            results.append(norm.h)
     if x.shape[0] > 0:
         _launch(calls)
-    return x, residual
+    return tuple(results)

@@ -106,21 +106,39 @@ class PackedLinear:
 Gate = Literal["silu", "tanh"]
 """What a linear of a gate and its up, in pairs, may end with: `swiglu`, or `geglu` of that form."""
 
+After = Literal["gelu_tanh", "gelu_erf", "relu"]
+"""What a linear after a norm may end with, number by number."""
+
 PostNorm = tuple[Tensor, float]
 """Gain (K,) fp32 and eps of an RMSNorm that a layer's output takes before it is added to the residual stream."""
 
 
 @dataclass(frozen=True)
 class LinearStep:
-    """One step of `ops.cuda.linear_chain`: `linear`, or with a gain or a post `norm_linear`."""
+    """One step of `ops.cuda.linear_chain`: `linear`, or with a gain or a post `norm_linear`, whose options these are.
+
+    `x`, `residual` and `addend` are names: of what the chain is given, or "y0" for what step 0 gives and "h0" for the
+    sum that its norm read.
+    """
 
     weight: PackedLinear
     bias: Tensor | None = None
-    gain: Tensor | None = None  # (K,) fp32: the residual stream takes the step's input and is normed
+    gain: Tensor | None = None
     eps: float = 0.0
-    gate: Gate | None = None  # of a `norm_linear`
-    plus_one: bool = False  # gains are 1 + what is given
-    post: PostNorm | None = None  # with a residual stream
+    gate: Gate | None = None
+    plus_one: bool = False
+    post: PostNorm | None = None
+    centred: bool = False
+    gain_bias: Tensor | None = None
+    after: After | None = None
+    x: str = "x"
+    residual: str | None = None
+    addend: str | None = None
+
+    @property
+    def norms(self) -> bool:
+        """Whether it is a `norm_linear`."""
+        return self.gain is not None or self.post is not None
 
 
 def scheme(weight: Weight) -> tuple[object, ...]:

@@ -12,7 +12,7 @@ from nibblelm.graph import Graph, Value, fused, record
 from nibblelm.kv_cache import KVCache
 from nibblelm.layers import Step
 from nibblelm.models import families, family
-from nibblelm.ops.types import ActivationBits, Int8Pages, PackedLinear, Pages, PostNorm, Weight
+from nibblelm.ops.types import ActivationBits, Int8Pages, PackedLinear, Pages, Weight
 from nibblelm.random_weights import RandomWeights
 from nibblelm.runner import Runner
 
@@ -142,20 +142,23 @@ def step_of(
 
 
 def names(graph: Graph) -> list[str]:
-    """The ops in their order; of a chain its modules, with their norms and gate."""
+    """The ops in their order; of a linear its modules, with the norms and sums before it and what it ends with."""
 
-    def step(weight: PackedLinear, gain: Tensor | None, gate: str | None, post: PostNorm | None) -> str:
-        last = "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in weight.data)
-        first = ("norm+" if post else "") + ("norm+" if gain is not None else "add+" if post else "")
-        return first + last + {None: "", "silu": "+swiglu", "tanh": "+geglu"}[gate]
+    def step(a: dict[str, Any]) -> str:
+        post, normed = a.get("post") is not None, a.get("gain") is not None
+        first = [*(["norm"] if post else []), *(["norm"] if normed else ["add"] if post else [])]
+        if a.get("addend"):
+            first.insert(0, "add")
+        modules = "/".join(name.rpartition(".")[2].removesuffix("_proj") for name in a["weight"].data)
+        gate = {None: [], "silu": ["swiglu"], "tanh": ["geglu"]}[a.get("gate")]
+        return "+".join([*first, modules, *gate, *([a["after"]] if a.get("after") else [])])
 
     found = []
     for node in graph.nodes:
-        a = node.attributes
         if node.op == "linear_chain":
-            found.append(" > ".join(step(s.weight, s.gain, s.gate, s.post) for s in a["steps"]))
+            found.append(" > ".join(step(vars(s)) for s in node.attributes["steps"]))
         elif node.op in {"linear", "norm_linear"}:
-            found.append(step(a["weight"], a.get("gain"), a.get("gate"), a.get("post")))
+            found.append(step({**node.attributes, **node.inputs}))
         elif node.op != "heads":
             found.append(node.op)
     return found
@@ -201,11 +204,33 @@ def test_norms_last() -> None:
         ]  # fmt: skip
 
 
-def test_parallel_blocks() -> None:
-    """Both norms of a GPT-NeoX layer read one sum."""
-    dense = ["rope_append", "attention", "dense", "layer_norm", "dense_h_to_4h", "gelu", "dense_4h_to_h", "add"]
-    assert names(fused(step_of(raw_config("gpt_neox", num_hidden_layers=2), ShapesOnly()))) == [
-        "embedding", *(2 * ["layer_norm", "query_key_value", *dense]), "layer_norm", "embed_out"
+_DENSE = ["dense", "norm+dense_h_to_4h+gelu_erf", "dense_4h_to_h"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention", "between", "qkv", "head"),
+    [
+        ("gpt_neox", ["rope_append", "attention"], _DENSE, "query_key_value", ["embed_out"]),
+        ("falcon", ["rope_attention"], _DENSE, "query_key_value", ["lm_head"]),
+        ("cohere", ["rope_append", "attention"], ["o", "norm+gate/up+swiglu", "down"], "q/k/v", ["lm_head", "scale"]),
+    ],
+)
+def test_parallel_blocks(model_type: str, attention: list[str], between: list[str], qkv: str, head: list[str]) -> None:
+    """Both norms of a GPT-NeoX layer read one sum, and both blocks of a Falcon or Cohere layer one norm."""
+    last = " > ".join(between)
+    assert names(fused(step_of(raw_config(model_type, num_hidden_layers=2), ShapesOnly()))) == [
+        "embedding", f"norm+{qkv}", *attention, f"{last} > add+norm+{qkv}", *attention, last, f"add+norm+{head[0]}",
+        *head[1:],
+    ]  # fmt: skip
+
+
+def test_layer_norms_and_activations() -> None:
+    """BLOOM: a LayerNorm of the embedding stays alone, the others and GELU are done on the way."""
+    between = "dense > norm+dense_h_to_4h+gelu_tanh > dense_4h_to_h"
+    attention = ["columns", "columns", "columns", "append", "attention"]
+    assert names(fused(step_of(raw_config("bloom", n_layer=2), ShapesOnly()))) == [
+        "embedding", "layer_norm", "norm+query_key_value", *attention, f"{between} > norm+query_key_value", *attention,
+        between, "norm+lm_head",
     ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nibblelm.graph import Graph, Value, fused, record
+from nibblelm.models import families
 from nibblelm.ops.types import LinearStep, PackedLinear, PostNorm, Weight
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -49,32 +50,57 @@ def parts_in_float64() -> dict[str, Any]:
         act = torch.nn.functional.silu(gate) if form == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
         return (act * up).flatten(1)
 
+    def layer_norm(
+        x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        h = x if residual is None else x + residual
+        centred = h - h.mean(-1, keepdim=True)
+        normed = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+        return (normed if bias is None else normed + bias), h
+
+    def gelu(x: Tensor, form: str) -> Tensor:
+        return torch.nn.functional.gelu(x, approximate="tanh" if form == "tanh" else "none")
+
     def norm_linear(
         x: Tensor,
         gain: Tensor | None,
         eps: float,
         weight: PackedLinear,
-        plus_one: bool,
-        gate: str | None,
+        plus_one: bool = False,
+        gate: str | None = None,
         residual: Tensor | None = None,
         bias: Tensor | None = None,
         post: PostNorm | None = None,
+        centred: bool = False,
+        gain_bias: Tensor | None = None,
+        addend: Tensor | None = None,
+        after: str | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
         x = x if post is None else rms_norm(x, *post, plus_one)[0]
+        x = x if addend is None else addend + x
         h = x if residual is None else x + residual
-        normed = h if gain is None else rms_norm(h, gain, eps, plus_one)[0]
+        normed = h
+        if gain is not None:
+            normed = layer_norm(h, gain, gain_bias, eps)[0] if centred else rms_norm(h, gain, eps, plus_one)[0]
         y = linear(normed, weight, bias)
+        if after is not None:
+            y = y.relu() if after == "relu" else gelu(y, after.removeprefix("gelu_"))
         return (gated(y, True, gate) if gate else y), h
 
-    def linear_chain(x: Tensor, steps: Sequence[LinearStep], residual: Tensor | None = None, **_: Any) -> Any:
-        for s in steps:
-            if s.gain is None and s.post is None:
-                x = linear(x, s.weight, s.bias)
+    def linear_chain(x: Tensor, steps: Sequence[LinearStep], activation_bits: int, **given: Tensor) -> Any:
+        held, results = {"x": x, **given}, list[Tensor]()
+        for i, s in enumerate(steps):
+            own, residual, addend = (None if name is None else held[name] for name in (s.x, s.residual, s.addend))
+            assert own is not None
+            if s.norms:
+                options = {name: getattr(s, name) for name in ("plus_one", "gate", "post", "centred", "after")}
+                how = {"residual": residual, "bias": s.bias, "gain_bias": s.gain_bias, "addend": addend, **options}
+                held[f"y{i}"], held[f"h{i}"] = norm_linear(own, s.gain, s.eps, s.weight, **how)
             else:
-                how = (s.gain, s.eps, s.weight, s.plus_one, s.gate, residual, s.bias, s.post)
-                x, residual = norm_linear(x, *how)
-        return x, residual
+                held[f"y{i}"] = linear(own, s.weight, s.bias)
+            results += [held[f"y{i}"]] if residual is None else [held[f"y{i}"], held[f"h{i}"]]
+        return tuple(results)
 
     return {
         "embedding": lambda ids, table, multiplier, **_: table[ids] * multiplier,
@@ -85,7 +111,10 @@ def parts_in_float64() -> dict[str, Any]:
         "attention": lambda q, **_: q.tanh(),
         "add": lambda x, y: x + y,
         "softcap": lambda x, cap: cap * (x / cap).tanh(),
-        **{"swiglu": gated, "geglu": gated, "linear": linear, "rms_norm": rms_norm},
+        "scale": lambda x, factor: x * factor,
+        "relu": lambda x: x.relu(),
+        **{"swiglu": gated, "geglu": gated, "linear": linear, "rms_norm": rms_norm, "layer_norm": layer_norm},
+        **{"gelu": gelu},
         **{"norm_linear": norm_linear, "linear_chain": linear_chain},
     }
 
@@ -99,7 +128,7 @@ def in_float64(graph: Graph, *inputs: Tensor) -> Tensor:
     return held[graph.output]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gemma3_text", "glm4", "olmo2", "olmo3"])
+@pytest.mark.parametrize("model_type", sorted(families()))
 def test_fused_nodes_have_the_value_of_their_parts(model_type: str) -> None:
     """Which gain, which residual and which sum go where."""
     graph, ids = step_of(raw_config(model_type), Seeded()), torch.arange(5)

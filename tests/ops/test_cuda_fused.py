@@ -1,12 +1,14 @@
 """Fused CUDA ops against the separate ones, bit for bit, and gate/up in pairs against float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.ops import PackedLinear, QuantizedWeight, cuda
-from nibblelm.ops.types import Gate, LinearStep, PostNorm, Weight
+from nibblelm.ops.types import After, Gate, LinearStep, PostNorm, Weight
 
 USABLE, REASON = cuda.available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -53,27 +55,41 @@ def norm_linear_by_parts(
     plus_one: bool = False,
     gate: Gate | None = None,
     post: PostNorm | None = None,
+    centred: bool = False,
+    gain_bias: Tensor | None = None,
+    addend: Tensor | None = None,
+    after: After | None = None,
 ) -> tuple[Tensor, Tensor]:
     if post is not None:
         x = ops.rms_norm(x, *post, None, plus_one)[0]
+    if addend is not None:
+        x = ops.add(addend, x)
     if gain is None:
         normed = h = ops.add(x, residual)  # type: ignore[arg-type]
+    elif centred:
+        normed, h = ops.layer_norm(x, gain, gain_bias, EPS, residual)
     else:
         normed, h = ops.rms_norm(x, gain, EPS, residual, plus_one)
     y = ops.linear(normed, weight, bias, dtype=dtype)
     if gate is not None:
         y = ops.swiglu(y, weight.pairs) if gate == "silu" else ops.geglu(y, "tanh", weight.pairs)
+    if after is not None:
+        y = ops.relu(y) if after == "relu" else ops.gelu(y, "tanh" if after == "gelu_tanh" else "erf")
     return y, h
 
 
-def chain_by_parts(x: Tensor, residual: Tensor | None, steps: list[LinearStep]) -> tuple[Tensor, Tensor | None]:
-    for s in steps:
-        if s.gain is None and s.post is None:
-            x = ops.linear(x, s.weight, s.bias)
+def chain_by_parts(x: Tensor, residual: Tensor, steps: list[LinearStep]) -> tuple[Tensor, ...]:
+    held, results = {"x": x, "residual": residual}, list[Tensor]()
+    for i, s in enumerate(steps):
+        own, rest, addend = (held.get(name) if name else None for name in (s.x, s.residual, s.addend))
+        assert own is not None
+        if s.norms:
+            how = (s.weight, s.bias, x.dtype, s.plus_one, s.gate, s.post, s.centred, s.gain_bias, addend, s.after)
+            held[f"y{i}"], held[f"h{i}"] = norm_linear_by_parts(own, s.gain, rest, *how)
         else:
-            how = (s.weight, s.bias, x.dtype, s.plus_one, s.gate, s.post)
-            x, residual = norm_linear_by_parts(x, s.gain, residual, *how)
-    return x, residual
+            held[f"y{i}"] = ops.linear(own, s.weight, s.bias)
+        results += [held[f"y{i}"]] if rest is None else [held[f"y{i}"], held[f"h{i}"]]
+    return tuple(results)
 
 
 def _divides(kind: tuple[int, int | torch.dtype], k: int) -> bool:
@@ -106,6 +122,29 @@ def test_norm_linear_has_the_bits_of_its_parts(kind: tuple[int, int | torch.dtyp
                 assert torch.equal(want[1], x if added is None else (x.float() + added.float()).bfloat16())
 
 
+@pytest.mark.parametrize(("kind", "k"), SIZES, ids=str)
+@pytest.mark.parametrize("after", [None, "gelu_tanh", "gelu_erf", "relu"])
+def test_layer_norm_linear_has_the_bits_of_its_parts(
+    kind: tuple[int, int | torch.dtype], k: int, after: After | None
+) -> None:
+    """With and without a bias of the norm, a residual and what is added to x; also an RMSNorm of such a sum."""
+    weight, generator = packed(160, k, kind, pairs=False), torch.Generator().manual_seed(5)
+    gain, own = ((torch.rand(k, generator=generator) + 0.5).to(DEVICE) for _ in range(2))
+    bias = torch.randn(160, generator=generator).to(DEVICE)
+    for m in (1, 2, 5, 8, 9, 16, 17, 70):
+        x, residual, addend = (rows(m, k, m + i) + i for i in (0, 100, 200))
+        for centred, gain_bias, added, more in (
+            (True, own, None, None), (True, None, residual, None), (True, own, residual, addend),
+            (False, None, residual, addend),
+        ):  # fmt: skip
+            how = {"centred": centred, "gain_bias": gain_bias, "addend": more, "after": after}
+            want = norm_linear_by_parts(x, gain, added, weight, bias, **how)
+            got = cuda.norm_linear(x, gain, EPS, weight, added, bias, **how)
+            assert want[0].isfinite().all()
+            assert torch.equal(got[0], want[0]), f"{m} rows"
+            assert torch.equal(got[1], want[1]), f"{m} rows"
+
+
 def float64_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(1, keepdim=True) + eps).sqrt() * gain.double()
 
@@ -130,23 +169,37 @@ def test_a_norm_before_the_sum_is_near_float64(m: int) -> None:
 def chain_steps(
     kind: tuple[int, int | torch.dtype], hidden: int, inner: int, heads: int, norms: str = "first"
 ) -> list[LinearStep]:
-    """What stands between two attentions: o, gate/up, down, q/k/v; norms before each block, behind it, or both."""
+    """What stands between two attentions: o, gate/up, down, q/k/v; RMSNorms before each block, behind it, or both; or
+    LayerNorms and GELU, one block after the other or side by side."""
     gains = [(torch.rand(hidden, generator=torch.Generator().manual_seed(i)) + 0.5).to(DEVICE) for i in range(4)]
+    bias = torch.randn(heads + 64, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    o, down = LinearStep(packed(hidden, heads, kind, False, 1)), packed(hidden, inner, kind, False, 3)
+    qkv = packed(heads + 64, hidden, kind, False, 4)
+    if norms in {"layer", "side by side"}:
+        up = LinearStep(
+            packed(inner, hidden, kind, False, 2), torch.randn(inner, device=DEVICE), gains[0], EPS, centred=True,
+            gain_bias=gains[1], after="gelu_erf", x="y0", residual="residual",
+        )  # fmt: skip
+        last = LinearStep(qkv, bias, gains[2], EPS, centred=True, gain_bias=gains[3], x="y2", residual="h1")
+        if norms == "side by side":
+            up = replace(up, x="residual", residual=None, after="gelu_tanh")
+            last = replace(last, residual="residual", addend="y0")
+        return [o, up, LinearStep(down, x="y1"), last]
     gain = [None if norms == "last" else g for g in gains[:2]]
     post = [None if norms == "first" else (g, 0.1) for g in gains[2:]]
     gate: Gate = "tanh" if norms == "both" else "silu"
-    bias = torch.randn(heads + 64, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    gate_up = packed(2 * inner, hidden, kind, True, 2)
     return [
-        LinearStep(packed(hidden, heads, kind, False, 1)),
-        LinearStep(packed(2 * inner, hidden, kind, True, 2), None, gain[0], EPS, gate, post=post[0]),
-        LinearStep(packed(hidden, inner, kind, False, 3)),
-        LinearStep(packed(heads + 64, hidden, kind, False, 4), bias, gain[1], EPS, post=post[1]),
+        o,
+        LinearStep(gate_up, None, gain[0], EPS, gate, post=post[0], x="y0", residual="residual"),
+        LinearStep(down, x="y1"),
+        LinearStep(qkv, bias, gain[1], EPS, post=post[1], x="y2", residual="h1"),
     ]
 
 
 def chain_kernels(x: Tensor, residual: Tensor, steps: list[LinearStep]) -> int:
     with cuda.capture(DEVICE) as program:
-        cuda.linear_chain(x, steps, residual)
+        cuda.linear_chain(x, steps, residual=residual)
     return len(program)
 
 
@@ -163,7 +216,7 @@ CHAINS = [
 
 @pytest.mark.parametrize("sizes", CHAINS, ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("norms", ["first", "both", "last"])
+@pytest.mark.parametrize("norms", ["first", "both", "last", "layer", "side by side"])
 def test_chain_has_the_bits_of_its_steps(
     kind: tuple[int, int | torch.dtype], sizes: tuple[int, int, int], norms: str
 ) -> None:
@@ -173,11 +226,10 @@ def test_chain_has_the_bits_of_its_steps(
     for m in (1, 3, 40):
         x, residual = rows(m, sizes[2], m), rows(m, sizes[0], m + 100)
         want = chain_by_parts(x, residual, steps)
-        assert want[0].isfinite().all()
+        assert all(t.isfinite().all() for t in want)
         for _ in range(10 if m == 1 else 1):
-            got = cuda.linear_chain(x, steps, residual)
-            assert torch.equal(got[0], want[0])
-            assert torch.equal(got[1], want[1])
+            got = cuda.linear_chain(x, steps, residual=residual)
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), f"{m} rows"
         if m == 1:
             assert chain_kernels(x, residual, steps) == 1
 
@@ -187,8 +239,8 @@ def test_a_chain_of_different_formats_is_cut_where_they_change() -> None:
     steps[2:] = chain_steps((8, -1), 512, 1024, 512)[2:]
     x, residual = rows(1, 512, 1), rows(1, 512, 2)
     want = chain_by_parts(x, residual, steps)
-    got = cuda.linear_chain(x, steps, residual)
-    assert torch.equal(got[0], want[0])
+    got = cuda.linear_chain(x, steps, residual=residual)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     assert chain_kernels(x, residual, steps) == 2
 
 
@@ -196,15 +248,15 @@ def test_chains_on_two_streams_do_not_wait_for_each_other() -> None:
     chains = [chain_steps((4, -1), 2048, 8192, 2048) for _ in range(2)]
     x, residual = rows(1, 2048, 1), rows(1, 2048, 2)
     streams = [torch.cuda.Stream() for _ in chains]
-    want = cuda.linear_chain(x, chains[0], residual)
+    want = cuda.linear_chain(x, chains[0], residual=residual)[-2]
     torch.cuda.synchronize()
     results = []
     for _ in range(200):
         for stream, steps in zip(streams, chains, strict=True):
             with torch.cuda.stream(stream):
-                results.append(cuda.linear_chain(x, steps, residual)[0])
+                results.append(cuda.linear_chain(x, steps, residual=residual)[-2])
     torch.cuda.synchronize()
-    assert all(torch.equal(got, want[0]) for got in results)
+    assert all(torch.equal(got, want) for got in results)
 
 
 def test_strided_rows_and_fp32_logits() -> None:
@@ -229,6 +281,12 @@ def test_what_has_no_kernel_is_refused() -> None:
             cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), pairs), None, bias, gate="silu")
     with pytest.raises(ValueError, match="no residual"):
         cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), False), post=(gain, EPS))
+    with pytest.raises(ValueError, match="an addend and no residual"):
+        cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), False), addend=x)
+    with pytest.raises(ValueError, match="gain_bias is of a LayerNorm"):
+        cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), False), gain_bias=gain)
+    with pytest.raises(ValueError, match=r"relu after a gate or of torch\.float32"):
+        cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), False), after="relu", dtype=torch.float32)
     with pytest.raises(ValueError, match=r"gain \(172,\)"):
         cuda.norm_linear(x, gain, EPS, packed(64, 176, (8, -1), False), x, post=(gain[:172], EPS))
 
@@ -270,5 +328,12 @@ def test_small_fused_case(kind: tuple[int, int | torch.dtype], m: int) -> None:
     for own, first, gate in cases:
         want = norm_linear_by_parts(x, own, residual, weight, gate=gate, post=first)
         got = cuda.norm_linear(x, own, EPS, weight, residual, gate=gate, post=first)
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+    apart = packed(48, 128, kind, pairs=False)
+    for addend in (None, x * 0.5):
+        layer = {"centred": True, "gain_bias": gain * 0.1, "addend": addend}
+        want = norm_linear_by_parts(x, gain, residual, apart, **layer, after="gelu_erf")
+        got = cuda.norm_linear(x, gain, EPS, apart, residual, **layer, after="gelu_erf")
         assert torch.equal(got[0], want[0])
         assert torch.equal(got[1], want[1])
