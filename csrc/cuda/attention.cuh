@@ -176,7 +176,9 @@ inline std::string describe(const char* op, const AttentionArgs& a) {
          " capacity=" + std::to_string(a.cache.capacity()) + " " + name(a.type) + " cache " + name(a.cache.dtype);
 }
 
-inline bool has_options(const AttentionArgs& a) { return a.softcap > 0.0f || a.slopes != nullptr || a.mask != nullptr; }
+__host__ __device__ inline bool has_options(const AttentionArgs& a) {
+  return a.softcap > 0.0f || a.slopes != nullptr || a.mask != nullptr;
+}
 
 // How decode rows are divided among launches, so that the arrival counters and the workspace suffice.
 struct RowChunks {

@@ -6,7 +6,7 @@
 // ahead, and waits for no other warp before the end. The blocks of a thread-block cluster divide a row's positions and
 // merge through distributed shared memory; where a row takes several, or none, the rest is merged through device
 // memory. Of many rows, a block takes all parts of one, or a good length of them, with the same merges in its own
-// memory.
+// memory. Head sizes are 64 to 256; those that share a kernel are filled up with zeros in shared memory.
 #include <bit>
 
 #include "attention_heads.cuh"
@@ -77,9 +77,10 @@ __device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Sh
 #pragma unroll
     for (int i = at.lane; i < 2 * kTile * D / kLine; i += kWarp) {  // keys, then values
       const int row = i / (D / kLine) % kTile, column = i % (D / kLine) * kLine;
+      if (!F::has(cache, column)) continue;
       const void* const pool = i < kTile * D / kLine ? cache.k : cache.v;
       // Modulo its size, a row stays on the page.
-      prefetch_l2(static_cast<const T*>(pool) + cache_row<D>(cache, page, at.kv_head, p + row) + column);
+      prefetch_l2(static_cast<const T*>(pool) + F::row_start(cache, page, at.kv_head, p + row) + column);
     }
     if (F::kInt8 && at.lane < 2)
       prefetch_l2((at.lane == 0 ? cache.k_scales : cache.v_scales) + scale_row(cache, page, at.kv_head, p));
@@ -94,7 +95,8 @@ __device__ __forceinline__ Share<F::kParts> begin(const AttentionArgs& a, const 
                                                   int most_groups, uint32_t tiles, RawHeads<F::D, F::kWarps>& raw,
                                                   int& pages) {
   using Share = Share<F::kParts>;
-  const bool guesses = kFused || (!kOptions && a.prefix == nullptr && a.starts == nullptr);
+  const bool plain = F::kExact ? !kOptions : !has_options(a);
+  const bool guesses = kFused || (plain && a.prefix == nullptr && a.starts == nullptr);
   Share share{};
   const auto ring = [&] {
     return Ring<F>(tiles, a.cache, share.slot, at.kv_head, share.end, kFused && share.newest(), at.warp, at.lane);
@@ -153,10 +155,12 @@ __device__ __forceinline__ void merge_row(const AttentionArgs& a, const Place<F>
 #pragma unroll 1
   for (int i = threadIdx.x; i < at.heads * kQuads; i += F::kWarps * kWarp) {
     const int h = i / kQuads, d = i % kQuads * 4;
+    if (!F::has(a.cache, d)) continue;
     const Partials partials(a, at.first_head + h, partials_of_head);
     const auto statistics = [&](int n) { return __ldcg(partials.statistics + n); };
     const auto output = [&](int n) {
-      return __ldcg(reinterpret_cast<const float4*>(partials.outputs + static_cast<int64_t>(n) * F::D + d));
+      return __ldcg(
+          reinterpret_cast<const float4*>(partials.outputs + static_cast<int64_t>(n) * F::width(a.cache) + d));
     };
     Triple t;
 #pragma unroll 2
@@ -194,10 +198,11 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   int pages{};  // of this warp's first tiles, one a lane
   const Share<F::kParts> share =
       begin<F, kOptions, kFused>(a, head_args, at, most_groups, shared_address(storage), raw, pages);
-  bf16* const out = static_cast<bf16*>(a.out) + (at.row * a.heads + at.first_head) * D;
+  const int width = F::width(a.cache);
+  bf16* const out = static_cast<bf16*>(a.out) + (at.row * a.heads + at.first_head) * width;
   if (share.empty()) {
     if (share.plan.length == 0 && at.part == 0)
-      for (int i = threadIdx.x; i < at.heads * D; i += R::kThreads) out[i] = from_float<bf16>(0.0f);
+      for (int i = threadIdx.x; i < at.heads * width; i += R::kThreads) out[i] = from_float<bf16>(0.0f);
     return;
   }
   const bool newest = kFused && share.newest();  // its key and value are not in the cache yet
@@ -205,12 +210,12 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   const int first = share.begin + at.warp * kTile;
   // Not before the last tile is asked for: the next kernel's weights would go first.
   if (first + R::kAround >= share.end) dependency_release();
-  const bf16* query = static_cast<const bf16*>(a.q) + at.row * a.q_stride + (at.first_head + at.g) * D;
+  const bf16* query = static_cast<const bf16*>(a.q) + at.row * a.q_stride + (at.first_head + at.g) * width;
   if constexpr (kFused) {
     prepare<F>(a, head_args, at, share, raw, prepared);
     query = prepared.q[at.g];
   }
-  const Queries<F> q(query, at.g < at.heads, at.j);
+  const Queries<F> q(a.cache, query, at.g < at.heads, at.j);
 
   Accumulator<F> sum;
   const auto insert = [&](int unit, int p, int which) {
@@ -229,19 +234,20 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   const int parts = share.plan.parts();
   const auto write = [&](int h, int d, const Triple& t) {
     const float inverse = t.l == 0.0f ? 0.0f : __fdividef(1.0f, t.l);
-    *reinterpret_cast<uint2*>(out + h * D + d) = {pack2<bf16>(__fmul_rn(t.o.x, inverse), __fmul_rn(t.o.y, inverse)),
-                                                  pack2<bf16>(__fmul_rn(t.o.z, inverse), __fmul_rn(t.o.w, inverse))};
+    *reinterpret_cast<uint2*>(out + h * width + d) = {
+        pack2<bf16>(__fmul_rn(t.o.x, inverse), __fmul_rn(t.o.y, inverse)),
+        pack2<bf16>(__fmul_rn(t.o.z, inverse), __fmul_rn(t.o.w, inverse))};
   };
   const auto leave = [&](int n, int h, int d, const Triple& t) {  // partial result n in device memory
     const Partials partials(a, at.first_head + h, partials_of_head);
-    *reinterpret_cast<float4*>(partials.outputs + static_cast<int64_t>(n) * D + d) = t.o;
+    *reinterpret_cast<float4*>(partials.outputs + static_cast<int64_t>(n) * width + d) = t.o;
     if (d == 0) partials.statistics[n] = {t.m, t.l};
   };
   const auto each_quad = [&](auto f) {  // of the output, (head, d .. d + 3); a thread keeps its own throughout
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
       const int i = threadIdx.x + r * R::kThreads, h = i / kQuads;
-      if (h < at.heads) f(r, h, i % kQuads * 4);
+      if (h < at.heads && F::has(a.cache, i % kQuads * 4)) f(r, h, i % kQuads * 4);
     }
   };
   if constexpr (F::kParts > 1) {
@@ -284,7 +290,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
     if (ranks == 1) finish(h, d, merged[r]);
   });
   if (ranks > 1) {
-    if (at.rank == 0 && threadIdx.x == 0) cluster_expect(&received, ranks * at.heads * (D * 4 + 8));
+    if (at.rank == 0 && threadIdx.x == 0) cluster_expect(&received, ranks * at.heads * (width * 4 + 8));
     cluster_wait();
     const uint32_t barrier = cluster_address(&received, 0);
     each_quad([&](int r, int h, int d) {
@@ -299,6 +305,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
 #pragma unroll 1
     for (int i = threadIdx.x; i < at.heads * kQuads; i += R::kThreads) {
       const int h = i / kQuads, d = i % kQuads * 4;
+      if (!F::has(a.cache, d)) continue;
       finish(h, d,
              merge<kGroup>(
                  ranks, [&](int r) { return space.part_statistics(r)[h]; },
@@ -331,22 +338,24 @@ Choice choice(int heads) {
 }
 
 // The result is the same whatever is chosen.
-template <int D, class T, bool kFused>
+template <class S, class T, bool kFused>
 Choice choose(const AttentionArgs& a) {
   constexpr int kStatic{8192};  // at most, beside what is asked for
-  static_assert(sizeof(Prepared<D, T>) < kStatic);
+  static_assert(sizeof(Prepared<S::D, T>) < kStatic && (S::kExact || !kFused));
   const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStatic;
   const int per_kv = a.heads / a.cache.kv_heads, heads = std::min(kHeads, per_kv);
   const int64_t blocks = a.rows * a.cache.kv_heads * ceil_div(per_kv, kHeads);
   const bool many = 4 * blocks >= 3 * device_attribute(cudaDevAttrMultiProcessorCount) &&
-                    room >= ManyForm<D, T>::kBytes + PartSpace<ManyForm<D, T>>::bytes(heads);
+                    room >= ManyForm<S, T>::kBytes + PartSpace<ManyForm<S, T>>::bytes(heads);
   if constexpr (!kFused)
-    if (has_options(a))
-      return many ? choice<ManyForm<D, T>, true, false>(heads) : choice<RowForm<D, T>, true, false>(heads);
-  if (many) return choice<ManyForm<D, T>, false, kFused>(heads);
-  if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<D, T>::kBytes)
-    return choice<LongForm<D, T>, false, kFused>(heads);
-  return choice<RowForm<D, T>, false, kFused>(heads);
+    if (!S::kExact || has_options(a))
+      return many ? choice<ManyForm<S, T>, true, false>(heads) : choice<RowForm<S, T>, true, false>(heads);
+  if constexpr (S::kExact) {
+    if (many) return choice<ManyForm<S, T>, false, kFused>(heads);
+    if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<S, T>::kBytes)
+      return choice<LongForm<S, T>, false, kFused>(heads);
+    return choice<RowForm<S, T>, false, kFused>(heads);
+  }
 }
 
 // How a row is divided among blocks.
@@ -378,11 +387,11 @@ struct Division {
   }
 };
 
-template <int D, class T, bool kFused>
+template <class S, class T, bool kFused>
 void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Launch& launch) {
   if (a.rows == 0) return;
   const auto what = [&] { return describe(kFused ? "rope_attention" : "attention", a); };
-  const Choice chosen = choose<D, T, kFused>(a);
+  const Choice chosen = choose<S, T, kFused>(a);
   const Division division = Division::of(a, chosen);
   allow_shared_memory(chosen.kernel, chosen.bytes, what);
   cudaLaunchAttribute attributes[2]{};
@@ -404,15 +413,21 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   });
 }
 
-// Calls f.template operator()<D, T>() with the head size and the cache's type of the tensor-core kernels; false: it has
-// none.
-template <class F>
+// Calls f.template operator()<S, T>() with the head sizes and the cache's type of the tensor-core kernels; false: there
+// are none. With rotation a kernel has but one head size.
+template <bool kFused, class F>
 bool with_tensor_cores(const AttentionArgs& a, F&& f) {
   if (a.type != DType::bf16 || a.q_stride % 8 != 0 || !aligned16(a.q, 0)) return false;
+  const int head_dim = a.cache.head_dim;
   const auto with_type = [&]<class T>() {
-    if (a.cache.head_dim == 64) return f.template operator()<64, T>(), true;
-    if (a.cache.head_dim == 128) return f.template operator()<128, T>(), true;
-    if (a.cache.head_dim == 256) return f.template operator()<256, T>(), true;
+    if (head_dim == 64) return f.template operator()<HeadSize<64, true>, T>(), true;
+    if (head_dim == 128) return f.template operator()<HeadSize<128, true>, T>(), true;
+    if (head_dim == 256) return f.template operator()<HeadSize<256, true>, T>(), true;
+    if constexpr (!kFused) {
+      if (head_dim % 16 != 0 || head_dim < 64 || head_dim > 256) return false;
+      if (head_dim < 128) return f.template operator()<HeadSize<128, false>, T>(), true;
+      return f.template operator()<HeadSize<256, false>, T>(), true;
+    }
     return false;
   };
   if (a.cache.dtype == DType::i8) return with_type.template operator()<int8_t>();
@@ -423,26 +438,25 @@ bool with_tensor_cores(const AttentionArgs& a, F&& f) {
 
 int64_t attention_workspace(const AttentionArgs& a) {
   int64_t bytes{0};
-  if (with_tensor_cores(a, [&]<int D, class T>() { bytes = Division::of(a, choose<D, T, false>(a)).chunks.bytes; }))
-    return bytes;
-  return attention_workspace_fma(a);
+  const auto count = [&]<class S, class T>() { bytes = Division::of(a, choose<S, T, false>(a)).chunks.bytes; };
+  return with_tensor_cores<false>(a, count) ? bytes : attention_workspace_fma(a);
 }
 
 void attention_decode(const AttentionArgs& a, const Launch& launch) {
-  if (!with_tensor_cores(a, [&]<int D, class T>() { launch_decode<D, T, false>(a, {}, launch); }))
+  if (!with_tensor_cores<false>(a, [&]<class S, class T>() { launch_decode<S, T, false>(a, {}, launch); }))
     attention_decode_fma(a, launch);
 }
 
 bool attention_fuses(const AttentionArgs& a, const RopeTable& t) {
-  return with_tensor_cores(a, [&]<int, class>() {}) && !has_options(a) && a.prefix == nullptr && a.starts == nullptr &&
-         t.streams == 1 && !t.interleaved && 2 * t.half == a.cache.head_dim;
+  return with_tensor_cores<true>(a, [&]<class, class>() {}) && !has_options(a) && a.prefix == nullptr &&
+         a.starts == nullptr && t.streams == 1 && !t.interleaved && 2 * t.half == a.cache.head_dim;
 }
 
 void attention_rope(const AttentionArgs& a, const RopeTable& table, const float* q_norm, const float* k_norm, float eps,
                     bool plus_one, const Launch& launch) {
   if (!attention_fuses(a, table)) throw std::invalid_argument(describe("rope_attention", a) + ": not a fused case");
   const HeadArgs head_args{table.cos, table.sin, q_norm, k_norm, eps, plus_one};
-  with_tensor_cores(a, [&]<int D, class T>() { launch_decode<D, T, true>(a, head_args, launch); });
+  with_tensor_cores<true>(a, [&]<class S, class T>() { launch_decode<S, T, true>(a, head_args, launch); });
 }
 
 }  // namespace nibblelm::cuda

@@ -37,12 +37,31 @@ struct Plan {
 
 // ---- tiles ----
 
+// The head sizes of a kernel: kD, or, where not kExact, the multiples of 16 in (kD / 2, kD), whose rows are filled up
+// with zeros to kD columns on their way to shared memory and nowhere else. To keep the library small, the kernels of
+// the latter are compiled once, with options, and ask for them at run time.
+template <int kD, bool kIsExact>
+struct HeadSize {
+  static constexpr int D{kD};
+  static constexpr bool kExact{kIsExact};
+
+  // Columns of a row in global memory; in shared memory it has D.
+  __device__ __forceinline__ static int width(const PagedCache& cache) { return kExact ? D : cache.head_dim; }
+  // Whether it has column d: of most this is known.
+  __device__ __forceinline__ static bool has(const PagedCache& cache, int d) {
+    return kExact || d <= D / 2 || d < cache.head_dim;
+  }
+  __device__ __forceinline__ static int64_t row_start(const PagedCache& cache, int page, int kv_head, int position) {
+    return cache_row<kExact ? D : 0>(cache, page, kv_head, position);
+  }
+};
+
 // How a block is built; it changes the time, never the result. `Value`: of the cache, bf16 or int8_t. kClusterBlocks:
 // 1, or the parts of a group where the card has clusters. kPerMultiprocessor: blocks that shall fit. kMostParts: that a
 // block takes one after the other.
-template <int kHeadDim, class Value, int kRing, int kClusterBlocks, int kPerMultiprocessor, int kMostParts = 1>
-struct Form {
-  static constexpr int D{kHeadDim};
+template <class Size, class Value, int kRing, int kClusterBlocks, int kPerMultiprocessor, int kMostParts = 1>
+struct Form : Size {
+  using Size::D;
   using T = Value;
   static constexpr bool kInt8{std::is_same_v<T, int8_t>};
   static constexpr int kWarps{D == 256 ? 2 : 4};
@@ -58,16 +77,16 @@ struct Form {
 
 // Measured on the H200. At most 128 registers a thread and 67 KB: beside a block of the linears, whose weights then
 // come while this one works and the other way round; of a batch, three to a multiprocessor.
-template <int D, class T>
-using RowForm = Form<D, T, D == 256 ? 96 << 10 : 64 << 10, kGroup, D == 256 ? 2 : 4>;
+template <class S, class T>
+using RowForm = Form<S, T, S::D == 256 ? 96 << 10 : 64 << 10, kGroup, S::D == 256 ? 2 : 4>;
 // One row that may be long: no two blocks on one multiprocessor, and no clusters, which would crowd some parts of the
 // device and leave others empty.
-template <int D, class T>
-using LongForm = Form<D, T, 128 << 10, 1, 1>;
+template <class S, class T>
+using LongForm = Form<S, T, 128 << 10, 1, 1>;
 // Many rows: a block has one to itself, or a good length of it, and streams through its parts without a pause. A third
 // block hides more of the way to the first tile than a longer ring.
-template <int D, class T>
-using ManyForm = Form<D, T, 32 << 10, 1, D == 256 ? 2 : 3, kGroup>;
+template <class S, class T>
+using ManyForm = Form<S, T, 32 << 10, 1, S::D == 256 ? 2 : 3, kGroup>;
 
 // A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
 // place is exclusive-ored with the row (or pair of rows of 64 bytes), so that neither copies nor ldmatrix meet bank
@@ -113,8 +132,11 @@ struct Ring {
     } else {
       values = keep(base + (lane / 16 * 8 + lane % 8) * kPitch + ((lane / 8 % 2 ^ lane % 8) << 4));
     }
-    chunk = keep(static_cast<int>(cache_row<D>(cache, 0, kv_head, 0)) + first * D + column * kPerChunk);
+    chunk = keep(static_cast<int>(F::row_start(cache, 0, kv_head, 0)) + first * F::width(cache) +
+                 (has_column() ? column * kPerChunk : 0));
   }
+  // Whether this lane's chunks are of rows; others are zeros, without which 0 * NaN would reach the scores.
+  __device__ __forceinline__ bool has_column() const { return F::has(cache, lane % kChunks * kPerChunk); }
   __device__ __forceinline__ static int turn(int row) { return kChunks < 8 ? row / 2 % 4 : row % 8; }
   // Of the row that the lane gives ldmatrix, in a unit.
   __device__ __forceinline__ uint32_t key_place() const {
@@ -134,19 +156,23 @@ struct Ring {
   // The keys or the values at p, from their pool; the tile starts on `page`, the warp's next one on `next`.
   __device__ __forceinline__ void fetch(int unit, const void* pool, int p, int page, int next) const {
     const uint32_t target = copies + unit * kTileBytes;
-    const T* const from = static_cast<const T*>(pool) + cache_row<D>(cache, page, 0, p) + chunk;
+    const T* const from = static_cast<const T*>(pool) + F::row_start(cache, page, 0, p) + chunk;
     const int on_page = kPage - static_cast<unsigned>(p) % kPage;  // rows
+    const int width = F::width(cache);
     if (p + kTile <= written && on_page >= kTile) {
 #pragma unroll
-      for (int i = 0; i < kTile; i += kRowsAtOnce) copy_async_16((target ^ (i % 8) << 4) + i * kPitch, from + i * D);
+      for (int i = 0; i < kTile; i += kRowsAtOnce) {
+        const uint32_t to = (target ^ (i % 8) << 4) + i * kPitch;
+        F::kExact ? copy_async_16(to, from + i * width) : copy_or_zero(to, from + i * width, has_column());
+      }
     } else {
       const int first = lane / kChunks;
       // As if the next page's rows came before its first.
-      const T* const behind = static_cast<const T*>(pool) + cache_row<D>(cache, next, 0, 0) + chunk - on_page * D;
+      const T* const behind = static_cast<const T*>(pool) + F::row_start(cache, next, 0, 0) + chunk - on_page * width;
 #pragma unroll
       for (int i = 0; i < kTile; i += kRowsAtOnce)
-        copy_or_zero((target ^ (i % 8) << 4) + i * kPitch, (first + i < on_page ? from : behind) + i * D,
-                     p + first + i < written);
+        copy_or_zero((target ^ (i % 8) << 4) + i * kPitch, (first + i < on_page ? from : behind) + i * width,
+                     p + first + i < written && has_column());
     }
   }
   // The same with all scales: the weights of values want theirs before the values have come.
@@ -219,8 +245,8 @@ struct Queries {
   uint32_t x[D / 16][2];  // [c][i] has d = 16 c + 8 i + 2 j; int8: [2 c + digit][i] has d = 32 c + 16 i + 4 j
   float scale[2];         // int8: of heads 2 j and 2 j + 1
 
-  // `query`: (D,) of the lane's head of the group (lane = 4 g + j has g), if there is one.
-  __device__ __forceinline__ Queries(const bf16* query, bool there, int j) {
+  // `query`: (width,) of the lane's head of the group (lane = 4 g + j has g), if there is one.
+  __device__ __forceinline__ Queries(const PagedCache& cache, const bf16* query, bool there, int j) {
     if constexpr (F::kInt8) {
       uint2 raw[D / 32][2];
       unsigned top{0x0d800000};  // 2^-100: the exponents below stay in range
@@ -228,7 +254,8 @@ struct Queries {
       for (int c = 0; c < D / 32; ++c)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          raw[c][i] = there ? *reinterpret_cast<const uint2*>(query + 32 * c + 16 * i + 4 * j) : uint2{};
+          const int d = 32 * c + 16 * i;
+          raw[c][i] = there && F::has(cache, d) ? *reinterpret_cast<const uint2*>(query + d + 4 * j) : uint2{};
           top = max(top, max(raw[c][i].x << 16 & 0x7fff0000u, raw[c][i].x & 0x7fff0000u));
           top = max(top, max(raw[c][i].y << 16 & 0x7fff0000u, raw[c][i].y & 0x7fff0000u));
         }
@@ -259,7 +286,8 @@ struct Queries {
       for (int c = 0; c < D / 16; ++c)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
-          x[c][i] = there ? *reinterpret_cast<const uint32_t*>(query + 16 * c + 8 * i + 2 * j) : 0u;
+          x[c][i] =
+              there && F::has(cache, 16 * c) ? *reinterpret_cast<const uint32_t*>(query + 16 * c + 8 * i + 2 * j) : 0u;
     }
   }
 };
@@ -295,6 +323,7 @@ struct Accumulator {
       int high[4]{}, low[4]{};
 #pragma unroll
       for (int c = 0; c < D / 32; ++c) {
+        if (!F::has(ring.cache, 32 * c)) break;
         uint32_t k[4];
         ring.key(k, unit, c);
         mma_16832(high, k, q.x[2 * c][0], q.x[2 * c][1]);
@@ -309,6 +338,7 @@ struct Accumulator {
       for (int i = 0; i < 4; ++i) s[i] = 0.0f;
 #pragma unroll
       for (int c = 0; c < D / 16; ++c) {
+        if (!F::has(ring.cache, c / 2 * 32)) break;
         uint32_t k[4];
         ring.key(k, unit, c);
         mma_16816(c % 2 == 0 ? s : odd, k[0], k[1], k[2], k[3], q.x[c][0], q.x[c][1]);
@@ -324,11 +354,16 @@ struct Accumulator {
   __device__ __forceinline__ void weigh(const AttentionArgs& a, float (&s)[4], const float (&scales)[4], int64_t row,
                                         int position, int first_head, int p, int end, int g, int j, uint32_t& p0,
                                         uint32_t& p1) {
+    const auto scored = [&](float dot, int head, int at) {
+      if constexpr (F::kExact) return score<kOptions>(a, dot, row, position, head, at);
+      return has_options(a) ? score<true>(a, dot, row, position, head, at)
+                            : score<false>(a, dot, row, position, head, at);
+    };
     float highest[2]{m[0], m[1]};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = p + g + 8 * (i >> 1), head = min(first_head + 2 * j + (i & 1), a.heads - 1);
-      s[i] = at < end ? score<kOptions>(a, s[i], row, position, head, at) : -INFINITY;
+      s[i] = at < end ? scored(s[i], head, at) : -INFINITY;
       highest[i & 1] = fmaxf(highest[i & 1], s[i]);
     }
 #pragma unroll
@@ -363,6 +398,7 @@ struct Accumulator {
     if constexpr (F::kInt8) {
 #pragma unroll
       for (int c = 0; c < D / 32; ++c) {
+        if (!F::has(ring.cache, 32 * c)) break;
         uint32_t v[2][4];
         ring.values_as_bf16(v, unit, c);
 #pragma unroll
@@ -371,6 +407,7 @@ struct Accumulator {
     } else {
 #pragma unroll
       for (int c = 0; c < D / 16; ++c) {
+        if (!F::has(ring.cache, c / 2 * 32)) break;
         uint32_t v[4];
         ring.value(v, unit, c);
         mma_16816(o[c], v[0], v[1], v[2], v[3], p0, p1);

@@ -127,11 +127,14 @@ def options_of(name: str, m: int, heads: int, capacity: int, slots: int) -> dict
 
 
 OPTIONS = ["plain", "window", "softcap", "alibi", "prefix", "starts", "mask"]
-# (head_dim, dtype): every tensor-core size, then the plain kernel in each of its four widths and all cache types
-HEADS = [(64, BF16), (128, BF16), (256, BF16), (8, BF16), (40, BF16), (80, BF16), (192, BF16)]
+# (head_dim, dtype): every size with tensor-core kernels of its own, some that share those for up to 128 and up to 256
+# (in decode; prompts of these take the plain kernel), then the plain kernel in each of its four widths and all cache
+# types
+HEADS = [(d, dtype) for dtype in (BF16, INT8) for d in (64, 128, 256, 80, 96, 160, 8, 40, 72, 200)]
 HEADS += [(8, FP32), (64, FP32), (128, FP32), (256, FP32)]
-HEADS += [(64, INT8), (128, INT8), (256, INT8), (8, INT8), (40, INT8), (80, INT8), (192, INT8)]
-QUANTIZED = [(64, INT8), (128, INT8), (256, INT8), (96, INT8)]
+# the same in short: of decode, and of prompts
+DECODE = [(d, dtype) for dtype in (BF16, INT8) for d in (64, 128, 256, 96, 160, 72)]
+PROMPTS = [(d, dtype) for dtype in (BF16, INT8) for d in (64, 128, 256, 96)]
 
 
 @pytest.mark.sanitize
@@ -147,10 +150,21 @@ def test_small(d: int, dtype: torch.dtype, option: str) -> None:
     check(c, **prompts(33), **options_of(option, 33, 2, 50, 1))
 
 
+@pytest.mark.parametrize("dtype", [BF16, INT8])
+@pytest.mark.parametrize("d", [d for d in range(64, 257, 16) if d not in {64, 128, 256}])
+def test_every_multiple_of_16(d: int, dtype: torch.dtype) -> None:
+    """Head sizes that share kernels: rows in clusters, a long row and many, with options and without."""
+    for m, capacity in ((3, 1100), (1, 16400), (150, 700)):
+        c = make(m, 8, 2, d, capacity, dtype)
+        for option in ("plain", "alibi"):
+            options = options_of(option, m, 8, capacity, 1)
+            got = check(c, **options)
+            row = {name: c[name][m - 1 :] for name in ("q", "slots", "positions")}
+            assert torch.equal(got[m - 1 :], ops.attention(**(c | row), **options))
+
+
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize(
-    ("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP32), (8, FP32), *QUANTIZED]
-)
+@pytest.mark.parametrize(("d", "dtype"), [*DECODE, (128, FP32), (8, FP32)])
 def test_decode_options(d: int, dtype: torch.dtype, option: str) -> None:
     c = make(5, 8, 2, d, 1500, dtype, slots=3)
     c["slots"] = torch.tensor([2, 0, 1, 1, 0], dtype=torch.int32, device=DEVICE)
@@ -159,9 +173,7 @@ def test_decode_options(d: int, dtype: torch.dtype, option: str) -> None:
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize(
-    ("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP32), (8, FP32), *QUANTIZED]
-)
+@pytest.mark.parametrize(("d", "dtype"), [*PROMPTS, (128, FP32), (8, FP32)])
 def test_prefill_options(d: int, dtype: torch.dtype, option: str) -> None:
     """A chunk of 331 rows that starts at position 172, with a ragged last tile."""
     c = make(331, 4, 2, d, 503, dtype, slots=2)
@@ -186,9 +198,9 @@ def test_lengths(capacity: int) -> None:
 
 
 def test_unwritten_positions_are_not_read() -> None:
-    for dtype in (BF16, FP32):
+    for d, dtype in ((128, BF16), (96, BF16), (160, BF16), (128, FP32)):
         for m, kind in ((1, {}), (40, prompts(40))):
-            c = make(m, 4, 2, 128, 700, dtype)
+            c = make(m, 4, 2, d, 700, dtype)
             c["positions"] -= 123
             for name in ("k_cache", "v_cache"):
                 cache = positions_of(c[name], c["tables"])
@@ -201,7 +213,7 @@ def test_unwritten_positions_are_not_read() -> None:
             check(c, **kind)
 
 
-@pytest.mark.parametrize("d", [64, 128, 256, 96])
+@pytest.mark.parametrize("d", [64, 128, 256, 96, 160, 72])
 @pytest.mark.parametrize(("m", "tiles"), [(1, False), (150, False), (40, True)])
 def test_unwritten_positions_of_int8_are_not_read(m: int, tiles: bool, d: int) -> None:
     """Their scales are NaN, then not."""
@@ -219,7 +231,7 @@ def test_unwritten_positions_of_int8_are_not_read(m: int, tiles: bool, d: int) -
     check(c, **kind)
 
 
-@pytest.mark.parametrize("d", [64, 128, 256, 96])
+@pytest.mark.parametrize("d", [64, 128, 256, 80, 96, 160, 72])
 @pytest.mark.parametrize("m", [1, 150])
 def test_queries_of_very_different_values(m: int, d: int) -> None:
     """One a thousand times the others, tiny ones, zeros: against an int8 cache; one that is not finite gives NaN."""
@@ -256,7 +268,7 @@ def test_rows_that_see_nothing_give_zeros() -> None:
             assert ops.attention(**c, **kind)[2].eq(0).all()
 
 
-@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP32), *QUANTIZED])
+@pytest.mark.parametrize(("d", "dtype"), [*DECODE, (128, FP32)])
 def test_rows_do_not_depend_on_each_other(d: int, dtype: torch.dtype) -> None:
     """Bit for bit: a decode batch equals its rows alone, a prefill chunk equals the same rows in chunks of any size."""
     c = make(9, 8, 2, d, 2100, dtype, slots=9)
@@ -291,7 +303,7 @@ def test_pages_may_be_anywhere(d: int, dtype: torch.dtype, option: str) -> None:
 
 
 @pytest.mark.parametrize("window", range(33, 33 + 17))
-@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (64, FP32), *QUANTIZED])
+@pytest.mark.parametrize(("d", "dtype"), [*DECODE, (64, FP32)])
 def test_windows_that_start_anywhere_on_a_page(d: int, dtype: torch.dtype, window: int) -> None:
     """Tiles of decode start where the window does, and so on two pages."""
     c = make(4, 4, 2, d, 1200, dtype, slots=2)
@@ -303,7 +315,7 @@ def test_windows_that_start_anywhere_on_a_page(d: int, dtype: torch.dtype, windo
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("window", [1, 64, 100, 333])
-@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP32), *QUANTIZED])
+@pytest.mark.parametrize(("d", "dtype"), [*DECODE, (128, FP32)])
 @pytest.mark.parametrize("wgmma", [True, False])
 def test_pages_before_the_window_are_not_read(wgmma: bool, d: int, dtype: torch.dtype, window: int) -> None:
     """The same bits without them in the table, and NaN on them and on the page that stands in for one that is not."""
@@ -326,7 +338,7 @@ def test_pages_before_the_window_are_not_read(wgmma: bool, d: int, dtype: torch.
 
 
 @pytest.mark.parametrize("option", ["plain", "window", "softcap"])
-@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (96, BF16), (128, FP32), *QUANTIZED])
+@pytest.mark.parametrize(("d", "dtype"), [*PROMPTS, (128, FP32)])
 def test_prompts_of_several_sequences(d: int, dtype: torch.dtype, option: str) -> None:
     """In one call, with rows of no tile and tiles of no row between: each as it is alone."""
     counts, starts = (1, 130, 64, 7, 256), (0, 60, 300, 411, 164)
@@ -385,7 +397,7 @@ def test_more_tiles_of_prompts_than_multiprocessors(d: int, option: str) -> None
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize(("d", "dtype"), [(d, dtype) for dtype in (BF16, INT8) for d in (64, 128, 256)])
+@pytest.mark.parametrize(("d", "dtype"), [(d, dtype) for d, dtype in DECODE if d != 72])
 @pytest.mark.parametrize("capacity", [700, 2048, 5000])
 def test_a_block_for_each_of_many_rows(capacity: int, d: int, dtype: torch.dtype, option: str) -> None:
     """Rows of very different lengths, so many that a block takes all parts of one, or several: each as it is alone."""
@@ -400,7 +412,7 @@ def test_a_block_for_each_of_many_rows(capacity: int, d: int, dtype: torch.dtype
         assert torch.equal(whole[m : m + 1], check(c | row, **own))
 
 
-@pytest.mark.parametrize(("d", "dtype"), [(64, BF16), (128, BF16), (256, BF16), (64, FP32), *QUANTIZED])
+@pytest.mark.parametrize(("d", "dtype"), [*DECODE, (64, FP32)])
 def test_many_rows(d: int, dtype: torch.dtype) -> None:
     """256 sequences in one call, whose workspace takes several launches in fp32: each as it is alone."""
     c = make(256, 8, 2, d, 40000, dtype, slots=2)
