@@ -61,7 +61,9 @@ struct NormRow {
     load_constant(weight + c, w);
     if (a.bias != nullptr) load_constant(a.bias + c, b);
 #pragma unroll
-    for (int i = 0; i < V; ++i) out[i] = (v[i] - mean) * factor * (a.plus_one ? 1.0f + w[i] : w[i]) + b[i];
+    for (int i = 0; i < V; ++i) {  // fmaf, or each compilation chooses where to round
+      out[i] = fmaf((v[i] - mean) * factor, a.plus_one ? 1.0f + w[i] : w[i], b[i]);
+    }
     store(y + c, out);
   }
 };
