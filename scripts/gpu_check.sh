@@ -7,13 +7,15 @@
 #
 # Parts: build tests memcheck racecheck ops e2e drafts families latency load serve convert record, the default, and
 #   cards                on a machine with two: nothing of one is on the other
+#   schedules            500 random schedules of the engine, over all kinds of models
 #   peers, vllm-folders  need --vllm DIR, with run_vllm.py and vLLM's site.tar.xz
-# With --wheel FILE, one of `make wheel`, build installs that: the tests' result is then also the wheel's.
-# Results collect in out/gpu_check/ until `record` writes them to benchmarks/h200/*.json (or --record DIR) and
-# benchmarks/wheel.json; rows that were not measured again stay there. HASHES is "csrc=... runtime=... models=...". A
-# part that fails does not keep the next from running; with --limit S all end after S seconds, and what was measured by
-# then stays. After `build`, parts may run side by side on different cards (CUDA_VISIBLE_DEVICES), but not two that
-# measure; convert and families take all cards there are, tests and sanitizers those that CUDA_VISIBLE_DEVICES names.
+# With --wheel FILE, one of `make wheel`, build installs that: the tests' result is then also the wheel's. With --data
+# DIR tests find the real checkpoints and text that some of them read. Results collect in out/gpu_check/ until `record`
+# writes them to benchmarks/h200/*.json (or --record DIR) and benchmarks/wheel.json; rows that were not measured again
+# stay there. HASHES is "csrc=... runtime=... models=...". A part that fails does not keep the next from running; with
+# --limit S all end after S seconds, and what was measured by then stays. After `build`, parts may run side by side on
+# different cards (CUDA_VISIBLE_DEVICES), but not two that measure; convert and families take all cards there are, tests
+# and sanitizers those that CUDA_VISIBLE_DEVICES names.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -25,6 +27,7 @@ python=python3
 tree=
 vllm=
 wheel=
+data=
 limit=86400
 failed=0
 
@@ -96,7 +99,12 @@ run_tests() {
   local files  # those of the server need packages that have no business on a card
   mapfile -t files < <(grep -rlE "mark\.(gpu|sanitize)" tests --include="test_*.py")
   OMP_NUM_THREADS=2 bounded $python -m pytest -q -n $(($(nproc) / 2)) -p no:cacheprovider -m gpu \
-    --junitxml="$state/tests.xml" "${files[@]}"
+    ${data:+--data "$data"} --junitxml="$state/tests.xml" "${files[@]}"
+}
+
+schedules() {
+  OMP_NUM_THREADS=2 bounded $python -m pytest -q -n $(($(nproc) / 2)) -p no:cacheprovider -m gpu --schedules 500 \
+    --junitxml="$state/schedules.xml" tests/engine/test_exactness.py -k test_ids_are_those
 }
 
 cards() {  # alone, since the driver counts what all processes take
@@ -253,10 +261,14 @@ summary = {
     "sanitizer": {p.stem: p.read_text().strip() for p in sorted(state.glob("*check.txt"))},
 }
 path = record / "tests.json"
-if "passed" not in summary and path.exists():  # an earlier run's stays, with its tree
-    summary = json.loads(path.read_text())
-if (state / "cards.xml").exists():
-    summary["cards"] = {**counted(state / "cards.xml"), "tree": tree}
+known = json.loads(path.read_text()) if path.exists() else {}
+if "passed" not in summary and known:  # an earlier run's stays, with its tree
+    summary = known
+for part in ("cards", "schedules"):
+    if (state / f"{part}.xml").exists():
+        summary[part] = {**counted(state / f"{part}.xml"), "tree": tree}
+    elif part in known:
+        summary[part] = known[part]
 path.write_text(json.dumps(summary, indent=1) + "\n")
 if (state / "wheel.txt").exists() and (state / "tests.xml").exists():
     path = record.parent / "wheel.json"
@@ -303,10 +315,11 @@ while [[ $# -gt 0 ]]; do
     --record) record=$2; shift 2 ;;
     --vllm) vllm=$2; shift 2 ;;
     --wheel) wheel=$2; shift 2 ;;
+    --data) data=$2; shift 2 ;;
     --limit) limit=$2; shift 2 ;;
     build | tests | memcheck | racecheck | ops | e2e | latency | load | serve | convert | record) parts+=("$1"); shift ;;
-    drafts | families | cards | peers | vllm-folders) parts+=("$1"); shift ;;
-    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,16p" "$0" >&2; exit 2 ;;
+    drafts | families | cards | schedules | peers | vllm-folders) parts+=("$1"); shift ;;
+    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,17p" "$0" >&2; exit 2 ;;
   esac
 done
 for folder in "${folders[@]}"; do
