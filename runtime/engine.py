@@ -324,9 +324,8 @@ class LLM:
 
     def resolve(self, params: SamplingParams | None, options: dict[str, Any]) -> SamplingParams:
         """`params` with `options` in place of its fields, and generation_config.json's values where neither says."""
-        known = {field.name for field in dataclasses.fields(SamplingParams)}
-        if unknown := sorted(set(options) - known):
-            raise RequestError(f"unknown options {unknown}; known: {sorted(known)}")
+        if unknown := sorted(set(options) - SamplingParams.__dataclass_fields__.keys()):
+            raise RequestError(f"unknown options {unknown}; known: {sorted(SamplingParams.__dataclass_fields__)}")
         if not isinstance(params, SamplingParams | None):
             raise RequestError(f"params is {params!r:.60}; supported: SamplingParams, or options by their names")
         params = params or SamplingParams()

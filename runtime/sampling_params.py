@@ -20,6 +20,23 @@ DEFAULT_MAX_TOKENS = 256
 
 _MOST_BIAS = 1e38  # beyond it fp32 has none
 
+_LISTS, _MAPPINGS = (tuple, list, Sequence), (dict, Mapping)  # what is asked of an abstract class takes long
+
+_NUMBERS: dict[str, tuple[type, float, float, str]] = {  # least and most, and how a message says that
+    "max_tokens": (int, 1, math.inf, "-1 (no limit) or at least 1"),
+    "temperature": (float, 0, 100, "0 (greedy) to 100"),
+    "top_k": (int, 0, math.inf, "0 (off) or more"),
+    "top_p": (float, 0, 1, "0 to 1 (off)"),
+    "min_p": (float, 0, 1, "0 (off) to 1"),
+    "repetition_penalty": (float, 0.01, 100, "0.01 to 100, 1 is off"),
+    "presence_penalty": (float, -2, 2, "-2 to 2, 0 is off"),
+    "frequency_penalty": (float, -2, 2, "-2 to 2, 0 is off"),
+    "seed": (int, 0, 2**64 - 1, "0 to 2**64 - 1"),
+    "min_tokens": (int, 0, math.inf, "0 (off) or more"),
+    "logprobs": (int, 0, math.inf, "0 or more"),
+    "prompt_logprobs": (int, 0, math.inf, "0 or more"),
+}
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -67,35 +84,26 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _number(self, "max_tokens", int, "-1 (no limit) or at least 1", lambda v: v == -1 or v >= 1)
-        _number(self, "temperature", float, "0 (greedy) to 100", lambda v: 0 <= v <= 100)
-        _number(self, "top_k", int, "0 (off) or more", lambda v: v >= 0)
-        _number(self, "top_p", float, "0 to 1 (off)", lambda v: 0 <= v <= 1)
-        _number(self, "min_p", float, "0 (off) to 1", lambda v: 0 <= v <= 1)
-        _number(self, "repetition_penalty", float, "0.01 to 100, 1 is off", lambda v: 0.01 <= v <= 100)
-        _number(self, "presence_penalty", float, "-2 to 2, 0 is off", lambda v: -2 <= v <= 2)
-        _number(self, "frequency_penalty", float, "-2 to 2, 0 is off", lambda v: -2 <= v <= 2)
-        _number(self, "seed", int, "0 to 2**64 - 1", lambda v: 0 <= v < 2**64)
-        _number(self, "min_tokens", int, "0 (off) or more", lambda v: v >= 0)
-        _number(self, "logprobs", int, "0 or more", lambda v: v >= 0)
-        _number(self, "prompt_logprobs", int, "0 or more", lambda v: v >= 0)
+        for name, (kind, low, high, supported) in _NUMBERS.items():
+            if (value := getattr(self, name)) is not None and (type(value) is not kind or not low <= value <= high):
+                object.__setattr__(self, name, _number(name, value, kind, low, high, supported))
         if self.min_tokens is None:
             object.__setattr__(self, "min_tokens", 0)
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         stop_ids = () if self.stop_token_ids is None else self.stop_token_ids
         _require(
-            isinstance(stop, Sequence) and all(isinstance(text, str) and text for text in stop),
+            isinstance(stop, _LISTS) and all(isinstance(text, str) and text for text in stop),
             "stop", self.stop, "a string or a list of strings, none of them empty",
         )  # fmt: skip
         _require(
-            isinstance(stop_ids, Sequence) and all(_is_id(i) for i in stop_ids),
+            isinstance(stop_ids, _LISTS) and all(_is_id(i) for i in stop_ids),
             "stop_token_ids", self.stop_token_ids, "a list of token ids",
         )  # fmt: skip
         for name in ("ignore_eos", "skip_special_tokens"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         bias: Any = {} if self.logit_bias is None else self.logit_bias
         _require(
-            isinstance(bias, Mapping) and all(_is_id(i) and _is_bias(value) for i, value in bias.items()),
+            isinstance(bias, _MAPPINGS) and all(_is_id(i) and _is_bias(value) for i, value in bias.items()),
             "logit_bias", self.logit_bias, "a mapping from token ids to numbers of at most 1e38, or minus infinity",
         )  # fmt: skip
         _require(
@@ -105,9 +113,11 @@ class SamplingParams:
         for name in ("regex", "grammar"):
             _require(isinstance(getattr(self, name), str | None), name, getattr(self, name), "text")
         guided = [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]
-        _require(len(guided) < 2, " and ".join(guided), "given", "one of schema, regex and grammar")
-        _require(not (guided and self.ignore_eos), "ignore_eos", True, f"False with {guided}, which end answers")
-        _require(not (guided and self.min_tokens), "min_tokens", self.min_tokens, f"0 with {guided}, which end answers")
+        if guided:
+            ends = f"with {guided}, which end answers"
+            _require(len(guided) < 2, " and ".join(guided), "given", "one of schema, regex and grammar")
+            _require(not self.ignore_eos, "ignore_eos", True, f"False {ends}")
+            _require(not self.min_tokens, "min_tokens", self.min_tokens, f"0 {ends}")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", {int(i): float(value) for i, value in bias.items()})
         object.__setattr__(self, "stop", tuple(stop))
@@ -138,15 +148,13 @@ def _require(condition: bool, name: str, value: object, supported: str) -> None:
         raise RequestError(f"{name} is {value!r}; supported: {supported}")
 
 
-def _number(params: SamplingParams, name: str, kind: type, supported: str, in_range: Any) -> None:
-    value: Any = getattr(params, name)
-    if value is None:
-        return
-    number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
-    _require(number and bool(in_range(value)), name, value, f"{kind.__name__}, {supported}")
-    object.__setattr__(
-        params, name, kind(getattr(params, name))
-    )  # of NumPy, or a fraction: what computes with it need not know them
+def _number(name: str, value: Any, kind: type, low: float, high: float, supported: str) -> Any:
+    """A number of NumPy, or a fraction, as what computes with it knows them. Raises RequestError for any other."""
+    abstract: Any = Integral if kind is int else Real
+    number = type(value) is int or (isinstance(value, abstract) and not isinstance(value, bool))
+    in_range = number and (low <= value <= high or (name == "max_tokens" and value == -1))
+    _require(bool(in_range), name, value, f"{kind.__name__}, {supported}")
+    return kind(value)
 
 
 def _is_id(value: object) -> bool:

@@ -60,7 +60,10 @@ class Card:
     def prefill_together(self, prompts: Sequence[Any]) -> Any:
         for p in prompts:
             self.history[p.slot] = list(p.ids)
-        self.works(sum(len(p.ids) - p.start for p in prompts) / PROMPT_TOKENS_S)
+        alone = self._free_at <= time.perf_counter()
+        ends = self.works(sum(len(p.ids) - p.start for p in prompts) / PROMPT_TOKENS_S)
+        if alone:  # a first token is waited for; what is under way besides, `Steps` waits for
+            time.sleep(max(0.0, ends - time.perf_counter()))
         return self._logits[: len(prompts)]
 
     def sampled_steps(self, _: Sequence[int], slots: Sequence[int], *__: Any) -> "Steps":

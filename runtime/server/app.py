@@ -56,21 +56,18 @@ def application(service: Service, keys: Sequence[str], origins: Sequence[str]) -
         return answer(_model(service, name))
 
     def post(path: str, endpoint: Callable[[Service, HttpRequest], Awaitable[Any]]) -> Route:
-        async def call(request: HttpRequest) -> Any:
-            return await endpoint(service, request)
-
-        return Route(path, call, methods=["POST"])
+        return Route(path, _Post(service, endpoint), methods=["POST"])
 
     cors = Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])
     return Starlette(
         routes=[
+            post("/v1/completions", completions),  # first: a path is looked for in this order
+            post("/v1/chat/completions", chat_completions),
             Route("/", show_page),
             Route("/health", health),
             Route("/metrics", show_metrics),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
-            post("/v1/completions", completions),
-            post("/v1/chat/completions", chat_completions),
             post("/tokenize", tokenize),
             post("/detokenize", detokenize),
         ],
@@ -86,6 +83,17 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     return about | {"max_model_len": llm.max_context}
 
 
+class _Post:
+    """An endpoint as an application: around a function starlette handles exceptions a second time."""
+
+    def __init__(self, service: Service, endpoint: Callable[[Service, HttpRequest], Awaitable[Any]]) -> None:
+        self._service, self._endpoint = service, endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._endpoint(self._service, HttpRequest(scope, receive, send))
+        await response(scope, receive, send)
+
+
 class _Guard:
     """Asks for a key, and gives every answer a name that clients can quote."""
 
@@ -95,11 +103,10 @@ class _Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        name = uuid.uuid4().hex
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = name
+                MutableHeaders(scope=message)["x-request-id"] = uuid.uuid4().hex
             await send(message)
 
         if self._keys and scope["path"] not in _OPEN and not self._knows(Headers(scope=scope).get("authorization", "")):

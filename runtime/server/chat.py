@@ -76,11 +76,11 @@ async def chat_completions(service: Service, http: HttpRequest) -> Any:
     with ExitStack() as room:
         room.enter_context(service.admitted(wanted.common.n))
         prompt, requests = await service.in_pool(_requests, service, wanted)
-        written = _Answer(service, wanted, prompt)
         handles = service.begun(requests, wanted.common.stream)
         if wanted.common.stream:
-            return EventStream(service, handles, written.events, room.pop_all())
-        return answer(written.whole(await service.outputs(handles, http.receive)))
+            return EventStream(service, handles, lambda: _Answer(service, wanted, prompt).events, room.pop_all())
+        outputs = await service.outputs(handles, http.receive)
+        return answer(_Answer(service, wanted, prompt).whole(outputs))
 
 
 def _requests(service: Service, wanted: Chat) -> tuple[str, list[Request]]:

@@ -78,11 +78,11 @@ async def completions(service: Service, http: HttpRequest) -> Any:
         room.enter_context(service.admitted(n * len(wanted.prompts)))
         quick = not wanted.common.guided and n * sum(OUTPUT + len(prompt) for prompt in wanted.prompts) <= QUICK
         requests = await service.in_pool(_requests, service, wanted, quick=quick)
-        written = _Answer(service, wanted, requests)
         handles = service.begun(requests, stream)
         if stream:
-            return EventStream(service, handles, written.events, room.pop_all())
-        return answer(written.whole(await service.outputs(handles, http.receive)))
+            return EventStream(service, handles, lambda: _Answer(service, wanted, requests).events, room.pop_all())
+        outputs = await service.outputs(handles, http.receive)
+        return answer(_Answer(service, wanted, requests).whole(outputs))
 
 
 def _requests(service: Service, wanted: Completion) -> list[Request]:

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -12,7 +12,11 @@ from nibblelm.engine_core import Handle
 from nibblelm.readers import Reader
 from nibblelm.server.answers import event
 from nibblelm.server.errors import ApiError, error_of
-from nibblelm.server.service import Service, until_gone
+from nibblelm.server.service import CONNECTION, Connection, Service, until_gone
+
+HEAD_START_S = 0.001
+"""Seconds that the engine's thread has the GIL to itself after a request is entered, if its first token takes so long:
+what the loop has still to do for the stream it does while the device computes, or in one write with that token."""
 
 KEEP_ALIVE_S = 15.0
 """Seconds after which a comment tells proxies that a silent stream is alive."""
@@ -24,24 +28,6 @@ _HEADERS = [
 ]
 _DONE = b"data: [DONE]\n\n"
 
-CONNECTION = "connection"
-"""Where the ASGI scope's `state` has the Connection that a request came by."""
-
-
-class Connection(Protocol):
-    """Writes parts of a body at once. ASGI's `send` takes a turn of a task and of each layer around it, together
-    several times as long as making an event."""
-
-    @property
-    def in_time(self) -> bool:
-        """Whether the client reads what it is sent; where it does not, `send` waits for it."""
-        ...
-
-    def write_chunk(self, body: bytes) -> None:
-        """Send it behind what was sent, in HTTP's chunked coding; after the client has left, nothing."""
-        ...
-
-
 Events = Callable[[list[tuple[int, Any]]], Iterable[str]]
 """The events, in ASCII, for what has come of the handles; an empty list stands for the end."""
 
@@ -49,28 +35,37 @@ Events = Callable[[list[tuple[int, Any]]], Iterable[str]]
 class EventStream:
     """A response whose events come of `handles`, which it aborts when the client leaves.
 
+    writer  makes what writes the events, when the engine has begun
     room    holds what `Service.admitted` gave; closed at the end
     """
 
-    def __init__(self, service: Service, handles: Sequence[Handle], events: Events, room: ExitStack) -> None:
-        self._service, self._handles, self._events, self._room = service, handles, events, room
+    _events: Events
+
+    def __init__(
+        self, service: Service, handles: Sequence[Handle], writer: Callable[[], Events], room: ExitStack
+    ) -> None:
+        self._service, self._handles, self._writer, self._room = service, handles, writer, room
         self._turn = asyncio.Event()  # of the task: at the end, or where the client does not read in time
+        self._started = False  # whether its head is sent
         self._failure: Exception | None = None
         self._unfinished = len(handles)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection = scope["state"][CONNECTION]
-        last, started = _DONE, False
+        last = _DONE
         try:
             try:
+                reader = Reader(self._handles, lambda: self._news(reader, connection))
+                await self._begun()
+                self._events = self._writer()
                 async with self._service.limited(), until_gone(receive, self._handles):
                     await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
-                    started = True
-                    await self._written(connection, send)
+                    self._started = True
+                    await self._written(reader, connection, send)
                 if not self._unfinished:
                     last = "".join(self._events([])).encode() + _DONE
             except ApiError as error:
-                if not started or not connection.in_time:
+                if not self._started or not connection.in_time:
                     return  # which closes the connection: what it is sent, the client does not read
                 last = event(json.dumps(error.body)).encode()
         finally:
@@ -79,9 +74,23 @@ class EventStream:
             self._room.close()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _written(self, connection: Connection, send: Send) -> None:
+    async def _begun(self) -> None:
+        """The first token is there, or HEAD_START_S have gone by."""
+        timer = asyncio.get_running_loop().call_later(HEAD_START_S, self._turn.set)
+        try:
+            await self._turn.wait()
+        finally:
+            timer.cancel()
+        self._turn.clear()
+
+    def _news(self, reader: Reader, connection: Connection) -> None:
+        if self._started:
+            self._write(reader, connection)
+        else:
+            self._turn.set()
+
+    async def _written(self, reader: Reader, connection: Connection, send: Send) -> None:
         """All events but the last are sent. Raises what the engine or the events did."""
-        reader = Reader(self._handles, lambda: self._write(reader, connection))
         self._write(reader, connection)
         while True:
             try:

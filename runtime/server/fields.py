@@ -24,6 +24,7 @@ def parse(body: bytes) -> Any:
 
 class Fields:
     """One JSON object. Each method takes a field out of it, null being the same as absence; `end` refuses the rest.
+    Most fields are absent from most requests: nothing is made for those, what is supported for one.
 
     All raise ApiError 400 with the field's path (`messages[2].content`) for a value that is not supported.
     """
@@ -56,21 +57,31 @@ class Fields:
     def text(self, field: str, required: bool = False) -> str | None:
         return self.take(field, "a string", lambda v: isinstance(v, str), required)
 
+    def lacks(self, field: str) -> bool:
+        """Whether it is absent."""
+        return self._left.get(field) is None
+
     def flag(self, field: str) -> bool:
         """False if it is absent."""
-        return bool(self.take(field, "true or false", lambda v: isinstance(v, bool)))
+        return not self.lacks(field) and bool(self.take(field, "true or false", lambda v: isinstance(v, bool)))
 
     def integer(self, field: str, low: int, high: int) -> int | None:
+        if self.lacks(field):
+            return None
         return self.take(field, f"an integer, {low} to {high}", lambda v: is_integer(v) and low <= v <= high)
 
     def number(self, field: str, low: float, high: float) -> float | None:
         def fits(value: Any) -> bool:
             return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
 
+        if self.lacks(field):
+            return None
         return self.take(field, f"a number, {low:g} to {high:g}", fits)
 
     def choice(self, field: str, *choices: Any, required: bool = False) -> Any:
         """One of a few strings, numbers or booleans."""
+        if self.lacks(field) and not required:
+            return None
         shown = ", ".join(json.dumps(choice) for choice in choices)
         return self.take(field, shown, lambda v: any(v == c and type(v) is type(c) for c in choices), required)
 
@@ -92,6 +103,8 @@ class Fields:
             values = value if isinstance(value, list) else [value]
             return len(values) <= most and all(isinstance(v, str) and 0 < len(v) <= longest for v in values)
 
+        if self.lacks(field):
+            return []
         value = self.take(field, f"a string of 1 to {longest} characters, or a list of at most {most}", fits)
         return [value] if isinstance(value, str) else value or []
 

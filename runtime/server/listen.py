@@ -22,8 +22,7 @@ from nibblelm.engine import LLM
 from nibblelm.errors import RequestError
 from nibblelm.server.app import application
 from nibblelm.server.errors import ApiError
-from nibblelm.server.events import CONNECTION
-from nibblelm.server.service import Limits, Service
+from nibblelm.server.service import CONNECTION, Limits, Service
 
 HEAD_S = 15.0
 """Seconds that a client may take for a request's first line and headers, from its connection or its first byte on."""
@@ -151,6 +150,7 @@ class _Protocol(HttpToolsProtocol):
 
     parser: Any  # an HttpRequestParser, and none once the connection is lost
     _head_timer: asyncio.TimerHandle | None = None
+    _head_open = False  # a request's head has begun, and has not come to its end
     _head_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
@@ -168,15 +168,17 @@ class _Protocol(HttpToolsProtocol):
             self._parse(data)
         except httptools.HttpParserError as error:
             self.send_400_response(f"this cannot be read as HTTP/1.1: {error}")
+        if self._head_open and self._head_timer is None:  # most heads come in one piece
+            self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
         if self._head_timer is not None and self._head_bytes > HEAD_BYTES:
             self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope.setdefault("state", {})[CONNECTION] = self
+        self._head_open = True
         if self._head_timer is None:
             self._head_bytes = 0
-            self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
 
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -210,6 +212,10 @@ class _Protocol(HttpToolsProtocol):
                 rest = rest[offer.args[0] :]
 
     @property
+    def heard(self) -> bool:
+        return not self.cycle.more_body
+
+    @property
     def in_time(self) -> bool:
         return not self.flow.write_paused
 
@@ -218,6 +224,7 @@ class _Protocol(HttpToolsProtocol):
             self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def _head_done(self) -> None:
+        self._head_open = False
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None

@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive
 
@@ -28,6 +29,29 @@ BODY_S = 30.0
 
 STALLED_S = 30.0
 """Seconds without a step, while something is to be computed, after which the server counts as ill."""
+
+CONNECTION = "connection"
+"""Where the ASGI scope's `state` has the Connection that a request came by."""
+
+
+class Connection(Protocol):
+    """What ASGI does not tell of a client, and a way to write parts of a body at once: ASGI's `send` takes a turn of a
+    task and of each layer around it, together several times as long as making an event."""
+
+    @property
+    def heard(self) -> bool:
+        """Whether the requests that have begun to arrive are there to their end."""
+        ...
+
+    @property
+    def in_time(self) -> bool:
+        """Whether the client reads what it is sent; where it does not, `send` waits for it."""
+        ...
+
+    def write_chunk(self, body: bytes) -> None:
+        """Send it behind what was sent, in HTTP's chunked coding; after the client has left, nothing."""
+        ...
+
 
 T = TypeVar("T")
 
@@ -212,18 +236,25 @@ async def until_gone(receive: Receive, handles: Sequence[Handle]) -> AsyncIterat
 
 async def read_body(request: HttpRequest) -> Fields:
     """The JSON object that a request carries."""
-    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+    kind = next((value for name, value in request.scope["headers"] if name == b"content-type"), b"")
+    if kind.split(b";")[0].strip().lower() != b"application/json":
         raise ApiError(415, "the body has to be JSON, sent with the header Content-Type: application/json")
 
     async def read() -> bytes:
         body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            body += message["body"]
             if len(body) > MOST_BYTES:
                 raise ApiError(413, f"the body has more than {MOST_BYTES} bytes", headers={"connection": "close"})
+            more = message["more_body"]
         return bytes(body)
 
-    return Fields(parse(await within(BODY_S, read(), "the body")))
+    whole = request.scope["state"][CONNECTION].heard  # as it mostly is: then there is nothing to limit
+    return Fields(parse(await (read() if whole else within(BODY_S, read(), "the body"))))
 
 
 async def within(seconds: float, work: Awaitable[T], what: str) -> T:
