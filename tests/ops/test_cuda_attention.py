@@ -183,10 +183,13 @@ def test_prefill_options(d: int, dtype: torch.dtype, option: str) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (3, 3), (71, 1), (12, 2), (32, 8)])
 @pytest.mark.parametrize("dtype", [BF16, FP32, INT8])
-def test_groups_of_heads(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """From one head a KV head to 71: more than the columns of one tensor-core tile and than one block."""
-    check(make(3, heads, kv_heads, 64, 300, dtype))
-    check(make(40, heads, kv_heads, 64, 77, dtype), **prompts(40))
+@pytest.mark.parametrize("d", [64, 96, 160])
+def test_groups_of_heads(d: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """From one head a KV head to 71: more than the columns of one tensor-core tile and than one block. In decode of few
+    rows and of many."""
+    for m in (3, 100):
+        check(make(m, heads, kv_heads, d, 300, dtype))
+    check(make(40, heads, kv_heads, d, 77, dtype), **prompts(40))
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 17, 63, 255, 256, 257, 4099, 33000])
@@ -253,10 +256,11 @@ def test_queries_of_very_different_values(m: int, d: int) -> None:
     assert got[0, [0, 2, 3]].isfinite().all()
 
 
-def test_rows_that_see_nothing_give_zeros() -> None:
+@pytest.mark.parametrize("d", [64, 96, 160])
+def test_rows_that_see_nothing_give_zeros(d: int) -> None:
     for dtype in (BF16, FP32, INT8):
         for m, kind in ((3, {}), (40, prompts(40))):
-            c = make(m, 4, 2, 64, 600, dtype)
+            c = make(m, 4, 2, d, 600, dtype)
             mask = torch.zeros(m, 600, device=DEVICE)
             mask[1] = -torch.inf
             got = check(c, mask=mask, **kind)
