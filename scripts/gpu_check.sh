@@ -209,8 +209,8 @@ e2e() {  # decode at batch 1; batches, long contexts and prefill where the weigh
 
 families() {  # of each kind of wiring a shape; most of the time goes to making weights, so each card makes its own
   local rows=e2e.families lost=0 count card i pids=()
-  local shapes=(cohere-35b gemma3-12b stablelm-12b glm4-9b gemma2-9b qwen3-8b gpt-neox-6.9b mistral-7b falcon-7b bloom-7b
-    phi3-mini)
+  local shapes=(stablelm-12b gpt-neox-6.9b falcon-7b bloom-7b phi3-mini cohere-35b gemma2-9b gemma3-12b glm4-9b qwen3-8b
+    mistral-7b)
   rm -f "$state/$rows.jsonl"
   count=$($python -c "import torch; print(torch.cuda.device_count())")
   for ((card = 0; card < count; card++)); do
