@@ -10,12 +10,14 @@
 #   schedules            500 random schedules of the engine, over all kinds of models
 #   peers, vllm-folders  need --vllm DIR, with run_vllm.py and vLLM's site.tar.xz
 # With --wheel FILE, one of `make wheel`, build installs that: the tests' result is then also the wheel's. With --data
-# DIR tests find the real checkpoints and text that some of them read. Results collect in out/gpu_check/ until `record`
-# writes them to benchmarks/h200/*.json (or --record DIR) and benchmarks/wheel.json; rows that were not measured again
-# stay there. HASHES is "csrc=... runtime=... models=...". A part that fails does not keep the next from running; with
-# --limit S all end after S seconds, and what was measured by then stays. After `build`, parts may run side by side on
-# different cards (CUDA_VISIBLE_DEVICES), but not two that measure; convert and families take all cards there are, tests
-# and sanitizers those that CUDA_VISIBLE_DEVICES names.
+# DIR tests find the real checkpoints and text that some of them read. With --again DIR, which has tests.xml and
+# schedules.xml of a run of the same tree, tests and schedules run what failed there alone and count the rest of that
+# run too; the record says how many ran again. Results collect in out/gpu_check/ until `record` writes them to
+# benchmarks/h200/*.json (or --record DIR) and benchmarks/wheel.json; rows that were not measured again stay there.
+# HASHES is "csrc=... runtime=... models=...". A part that fails does not keep the next from running; with --limit S all
+# end after S seconds, and what was measured by then stays. After `build`, parts may run side by side on different cards
+# (CUDA_VISIBLE_DEVICES), but not two that measure; convert and families take all cards there are, tests and sanitizers
+# those that CUDA_VISIBLE_DEVICES names.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -28,6 +30,7 @@ tree=
 vllm=
 wheel=
 data=
+again=
 limit=86400
 failed=0
 
@@ -95,16 +98,37 @@ build() {  # for the card that is present, or from a wheel for all; into a folde
   $python -c "from nibblelm.ops import cuda; cuda.require(); print(cuda.available()[1])"
 }
 
+gpu_tests() {  # $1: name of the results; the rest: what to run, in place of which comes what failed in `again`
+  local name=$1 what
+  mapfile -t what < <(printf '%s\n' "${@:2}")
+  if [[ -n $again ]]; then
+    cp "$again/$name.xml" "$state/$name.xml"
+    mapfile -t what < <(failed_in "$again/$name.xml")
+    [[ ${#what[@]} -gt 0 ]] || return 0
+    name+=.again
+  fi
+  OMP_NUM_THREADS=2 bounded $python -m pytest -q -n $(($(nproc) / 2)) -p no:cacheprovider -m gpu \
+    ${data:+--data "$data"} $([[ $1 != schedules ]] || echo --schedules 500) --junitxml="$state/$name.xml" "${what[@]}"
+}
+
+failed_in() {
+  $python - "$1" << 'PYTHON'
+import sys, xml.etree.ElementTree as xml
+
+for case in xml.parse(sys.argv[1]).getroot().iter("testcase"):
+    if case.find("failure") is not None or case.find("error") is not None:
+        print(case.get("classname").replace(".", "/") + ".py::" + case.get("name"))
+PYTHON
+}
+
 run_tests() {
   local files  # those of the server need packages that have no business on a card
   mapfile -t files < <(grep -rlE "mark\.(gpu|sanitize)" tests --include="test_*.py")
-  OMP_NUM_THREADS=2 bounded $python -m pytest -q -n $(($(nproc) / 2)) -p no:cacheprovider -m gpu \
-    ${data:+--data "$data"} --junitxml="$state/tests.xml" "${files[@]}"
+  gpu_tests tests "${files[@]}"
 }
 
 schedules() {
-  OMP_NUM_THREADS=2 bounded $python -m pytest -q -n $(($(nproc) / 2)) -p no:cacheprovider -m gpu --schedules 500 \
-    --junitxml="$state/schedules.xml" tests/engine/test_exactness.py -k test_ids_are_those
+  gpu_tests schedules tests/engine/test_exactness.py -k test_ids_are_those
 }
 
 cards() {  # alone, since the driver counts what all processes take
@@ -248,7 +272,12 @@ def counted(path):
     suites = list(xml.parse(path).getroot().iter("testsuite"))
     count = {key: sum(int(s.get(key, 0)) for s in suites) for key in ("tests", "failures", "errors", "skipped")}
     failed = count["failures"] + count["errors"]
-    return {"passed": count["tests"] - failed - count["skipped"], "failed": failed, "skipped": count["skipped"]}
+    result = {"passed": count["tests"] - failed - count["skipped"], "failed": failed, "skipped": count["skipped"]}
+    if not (second := path.with_suffix(".again.xml")).exists():
+        return result
+    again = counted(second)
+    result = {key: result[key] + again[key] for key in result}
+    return {**result, "failed": again["failed"], "run again": failed}
 
 
 driver = subprocess.run(
@@ -316,10 +345,11 @@ while [[ $# -gt 0 ]]; do
     --vllm) vllm=$2; shift 2 ;;
     --wheel) wheel=$2; shift 2 ;;
     --data) data=$2; shift 2 ;;
+    --again) again=$2; shift 2 ;;
     --limit) limit=$2; shift 2 ;;
     build | tests | memcheck | racecheck | ops | e2e | latency | load | serve | convert | record) parts+=("$1"); shift ;;
     drafts | families | cards | schedules | peers | vllm-folders) parts+=("$1"); shift ;;
-    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,17p" "$0" >&2; exit 2 ;;
+    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,20p" "$0" >&2; exit 2 ;;
   esac
 done
 for folder in "${folders[@]}"; do

