@@ -99,8 +99,8 @@ build() {  # for the card that is present, or from a wheel for all; into a folde
 }
 
 gpu_tests() {  # $1: name of the results; the rest: what to run, in place of which comes what failed in `again`
-  local name=$1 what
-  mapfile -t what < <(printf '%s\n' "${@:2}")
+  local name=$1 what=("${@:2}")
+  rm -f "$state/$name.again.xml"
   if [[ -n $again ]]; then
     cp "$again/$name.xml" "$state/$name.xml"
     mapfile -t what < <(failed_in "$again/$name.xml")
