@@ -89,9 +89,11 @@ void bind_attention(py::module_& m) {
 
 void bind_rope(py::module_& m) {
   py::class_<RopeTable>(m, "RopeTable")
-      .def(py::init([](Address positions, Address cos, Address sin, int half, int streams, bool interleaved) {
-        return RopeTable{at<std::int32_t>(positions), at<float>(cos), at<float>(sin), half, streams, interleaved};
-      }));
+      .def(py::init(
+          [](Address positions, Address cos, Address sin, int half, int streams, bool interleaved, int entries) {
+            return RopeTable{
+                at<std::int32_t>(positions), at<float>(cos), at<float>(sin), half, streams, interleaved, entries};
+          }));
   py::class_<PagedCache>(m, "PagedCache")
       .def(py::init([](Address k, Address v, Address k_scales, Address v_scales, Address k_unpacked, Address v_unpacked,
                        Address tables, Address slots, Address positions, int pages, int slot_count, int table_width,

@@ -45,10 +45,10 @@ void attention_decode(const AttentionArgs& args, const Launch& launch);
 // rope_append and attention_decode in one: q of `args` is the fused projection (rows, heads + 2 kv_heads, head_dim),
 // whose k and v enter the cache; rows have different slots. The result has the bits of the two one after the other.
 // q_norm, k_norm (head_dim,) fp32 or null; the table has a row for every position of the cache. For what
-// attention_fuses() says.
+// attention_fuses() says; `norms`: q_norm or k_norm is given.
 void attention_rope(const AttentionArgs& args, const RopeTable& table, const float* q_norm, const float* k_norm,
                     float eps, bool plus_one, const Launch& launch);
-bool attention_fuses(const AttentionArgs& args, const RopeTable& table);
+bool attention_fuses(const AttentionArgs& args, const RopeTable& table, bool norms);
 
 // Rows of prompts: those of a tile are of one slot and share the keys they read. A row's result does not depend on the
 // others; of a row in no tile there is none. Launches on one device share a counter, as those of decode do. An int8

@@ -92,11 +92,9 @@ __device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Sh
 // keep it.
 template <class F, bool kOptions, bool kFused>
 __device__ __forceinline__ Share<F::kParts> begin(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
-                                                  int most_groups, uint32_t tiles, RawHeads<F::D, F::kWarps>& raw,
-                                                  int& pages) {
+                                                  int most_groups, uint32_t tiles, RawHeads<F>& raw, int& pages) {
   using Share = Share<F::kParts>;
-  const bool plain = F::kExact ? !kOptions : !has_options(a);
-  const bool guesses = kFused || (plain && a.prefix == nullptr && a.starts == nullptr);
+  const bool guesses = kFused || ((!kOptions || a.mask == nullptr) && a.prefix == nullptr && a.starts == nullptr);
   Share share{};
   const auto ring = [&] {
     return Ring<F>(tiles, a.cache, share.slot, at.kv_head, share.end, kFused && share.newest(), at.warp, at.lane);
@@ -110,6 +108,8 @@ __device__ __forceinline__ Share<F::kParts> begin(const AttentionArgs& a, const 
                                      most_groups);
     ask_pages();
     if (!share.empty()) prefetch_tiles<F>(a.cache, share, at, pages);
+    if constexpr (kFused)
+      if (!share.empty()) raw.read_angles(a, head_args, share.position);
   }
   dependency_wait();
   if constexpr (kFused) raw.read(a, at.row, at.first_head, at.heads, at.kv_head);
@@ -120,30 +120,30 @@ __device__ __forceinline__ Share<F::kParts> begin(const AttentionArgs& a, const 
   }
 #pragma unroll 1
   for (;;) {
-    if (!share.empty()) {
-      ring().fill(share.begin + at.warp * kTile, pages);
-      if constexpr (kFused) raw.read_angles(head_args, share.position);
-    }
+    if (!share.empty()) ring().fill(share.begin + at.warp * kTile, pages);
     if (share.slot == slot && share.position == position) return share;
     copy_async_wait<0>();
     __syncwarp();
     share = Share::template of<true>(a, at.row, slot, position, most_groups);
     ask_pages();
+    if constexpr (kFused)
+      if (!share.empty()) raw.read_angles(a, head_args, share.position);
   }
 }
 
 // Norm and rotation of the query heads and the new key, while the tiles are on their way; writes the new position.
 template <class F>
 __device__ __forceinline__ void prepare(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
-                                        const Share<F::kParts>& share, RawHeads<F::D, F::kWarps>& raw,
+                                        const Share<F::kParts>& share, RawHeads<F>& raw,
                                         Prepared<F::D, typename F::T>& prepared) {
   using T = F::T;
   const bool asked = share.newest() && at.in_group == 0;
   const int64_t row = asked ? written_row(a.cache, share.slot, share.position, at.kv_head) : -1;
   const auto place = [&](void* pool, float* scales) {
-    return row < 0 ? NewRow<T>{} : NewRow<T>{static_cast<T*>(pool) + row * F::D, scales + row};
+    return row < 0 ? NewRow<T>{} : NewRow<T>{static_cast<T*>(pool) + row * F::width(a.cache), scales + row};
   };
-  raw.prepare(prepared, head_args, at.heads, place(a.cache.k, a.cache.k_scales), place(a.cache.v, a.cache.v_scales));
+  raw.prepare(prepared, a.cache, head_args, at.heads, place(a.cache.k, a.cache.k_scales),
+              place(a.cache.v, a.cache.v_scales));
   __syncthreads();
 }
 
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   const Place<F> at(a, first_row, groups);
   if (F::kCluster > 1 && at.rank == 0 && threadIdx.x == 0) cluster_init(&received);
   __syncwarp();
-  RawHeads<D, F::kWarps> raw;
+  RawHeads<F> raw;
   int pages{};  // of this warp's first tiles, one a lane
   const Share<F::kParts> share =
       begin<F, kOptions, kFused>(a, head_args, at, most_groups, shared_address(storage), raw, pages);
@@ -341,7 +341,7 @@ Choice choice(int heads) {
 template <class S, class T, bool kFused>
 Choice choose(const AttentionArgs& a) {
   constexpr int kStatic{8192};  // at most, beside what is asked for
-  static_assert(sizeof(Prepared<S::D, T>) < kStatic && (S::kExact || !kFused));
+  static_assert(sizeof(Prepared<S::D, T>) < kStatic);
   const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStatic;
   const int per_kv = a.heads / a.cache.kv_heads, heads = std::min(kHeads, per_kv);
   const int64_t blocks = a.rows * a.cache.kv_heads * ceil_div(per_kv, kHeads);
@@ -350,10 +350,11 @@ Choice choose(const AttentionArgs& a) {
   if constexpr (!kFused)
     if (!S::kExact || has_options(a))
       return many ? choice<ManyForm<S, T>, true, false>(heads) : choice<RowForm<S, T>, true, false>(heads);
-  if constexpr (S::kExact) {
+  if constexpr (S::kExact || kFused) {
     if (many) return choice<ManyForm<S, T>, false, kFused>(heads);
-    if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<S, T>::kBytes)
-      return choice<LongForm<S, T>, false, kFused>(heads);
+    if constexpr (S::kExact)
+      if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<S, T>::kBytes)
+        return choice<LongForm<S, T>, false, kFused>(heads);
     return choice<RowForm<S, T>, false, kFused>(heads);
   }
 }
@@ -414,7 +415,7 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
 }
 
 // Calls f.template operator()<S, T>() with the head sizes and the cache's type of the tensor-core kernels; false: there
-// are none. With rotation a kernel has but one head size.
+// are none. With rotation those between 128 and 256 have none.
 template <bool kFused, class F>
 bool with_tensor_cores(const AttentionArgs& a, F&& f) {
   if (a.type != DType::bf16 || a.q_stride % 8 != 0 || !aligned16(a.q, 0)) return false;
@@ -423,11 +424,9 @@ bool with_tensor_cores(const AttentionArgs& a, F&& f) {
     if (head_dim == 64) return f.template operator()<HeadSize<64, true>, T>(), true;
     if (head_dim == 128) return f.template operator()<HeadSize<128, true>, T>(), true;
     if (head_dim == 256) return f.template operator()<HeadSize<256, true>, T>(), true;
-    if constexpr (!kFused) {
-      if (head_dim % 16 != 0 || head_dim < 64 || head_dim > 256) return false;
-      if (head_dim < 128) return f.template operator()<HeadSize<128, false>, T>(), true;
-      return f.template operator()<HeadSize<256, false>, T>(), true;
-    }
+    if (head_dim % 16 != 0 || head_dim < 64 || head_dim > 256) return false;
+    if (head_dim < 128) return f.template operator()<HeadSize<128, false>, T>(), true;
+    if constexpr (!kFused) return f.template operator()<HeadSize<256, false>, T>(), true;
     return false;
   };
   if (a.cache.dtype == DType::i8) return with_type.template operator()<int8_t>();
@@ -447,14 +446,17 @@ void attention_decode(const AttentionArgs& a, const Launch& launch) {
     attention_decode_fma(a, launch);
 }
 
-bool attention_fuses(const AttentionArgs& a, const RopeTable& t) {
-  return with_tensor_cores<true>(a, [&]<class, class>() {}) && !has_options(a) && a.prefix == nullptr &&
-         a.starts == nullptr && t.streams == 1 && !t.interleaved && 2 * t.half == a.cache.head_dim;
+bool attention_fuses(const AttentionArgs& a, const RopeTable& t, bool norms) {
+  bool fuses{false};
+  with_tensor_cores<true>(a, [&]<class S, class>() { fuses = S::kExact || !norms; });
+  return fuses && !has_options(a) && a.prefix == nullptr && a.starts == nullptr && t.streams == 1 && !t.interleaved &&
+         2 * t.half == a.cache.head_dim;
 }
 
 void attention_rope(const AttentionArgs& a, const RopeTable& table, const float* q_norm, const float* k_norm, float eps,
                     bool plus_one, const Launch& launch) {
-  if (!attention_fuses(a, table)) throw std::invalid_argument(describe("rope_attention", a) + ": not a fused case");
+  if (!attention_fuses(a, table, q_norm != nullptr || k_norm != nullptr))
+    throw std::invalid_argument(describe("rope_attention", a) + ": not a fused case");
   const HeadArgs head_args{table.cos, table.sin, q_norm, k_norm, eps, plus_one};
   with_tensor_cores<true>(a, [&]<class S, class T>() { launch_decode<S, T, true>(a, head_args, launch); });
 }

@@ -15,8 +15,8 @@ struct HeadArgs {
   bool plus_one;
 };
 
-// A block's query heads after norm and rotation, and the new position's key and value. A row of padding keeps the reads
-// of eight heads off each other's banks.
+// A block's query heads after norm and rotation, and the new position's key and value, filled up with zeros to D. A row
+// of padding keeps the reads of eight heads off each other's banks.
 template <int D, class T>
 struct Prepared {
   bf16 q[kHeads][D + 8];
@@ -33,33 +33,62 @@ struct NewRow {
   float* scale;
 };
 
-// What a warp reads of the projection, d = lane + 32 i: its query heads (`warp`, `warp` + kWarps ...), the new key and
-// value, and the angles. All of it is under way at once, and keys are turned by every warp rather than after the heads.
-template <int D, int kWarps>
+// Where a lane's values stand in a head: value i at first + step * i. Where a kernel has several sizes, a head takes a
+// fourth of its size in lanes, so that pairs are values i and i + 2 of one lane as they are in a head of D; the other
+// lanes have the zeros behind it.
+template <class F>
+struct Places {
+  static_assert(F::kExact || F::D == 4 * kWarp);
+  unsigned first;
+  int step;
+  bool in_head;
+
+  __device__ __forceinline__ explicit Places(const PagedCache& cache) {
+    const int lane = threadIdx.x % kWarp, lanes = F::width(cache) / 4;
+    in_head = F::kExact || lane < lanes;
+    first = in_head ? lane : 3 * lanes + lane;
+    step = F::kExact ? kWarp : in_head ? lanes : kWarp - lanes;
+  }
+  // Of exact sizes a sum of the thread's number and a constant, which costs no register.
+  __device__ __forceinline__ unsigned operator[](int i) const {
+    return F::kExact ? threadIdx.x % kWarp + kWarp * i : first + step * i;
+  }
+};
+
+// What a warp reads of the projection, at Places (d = lane + 32 i): its query heads (`warp`, `warp` + kWarps ...), the
+// new key and value, and the angles. All of it is under way at once, and keys are turned by every warp rather than
+// after the heads. Norms are of exact sizes only: a lane's share of the others is not the one that rope_append sums.
+template <class F>
 struct RawHeads {
+  static constexpr int D{F::D}, kWarps{F::kWarps};
   static constexpr int kValues{D / kWarp};
   static constexpr int kRounds{kHeads / kWarps};
   bf16 q[kRounds][kValues], key[kValues], value[kValues];
   float cos[kValues / 2], sin[kValues / 2];
 
   __device__ __forceinline__ void read(const AttentionArgs& a, int64_t row, int first_head, int heads, int kv_head) {
-    const int warp = threadIdx.x / kWarp;
-    const bf16* const qkv = static_cast<const bf16*>(a.q) + row * a.q_stride + threadIdx.x % kWarp;
+    const int warp = threadIdx.x / kWarp, width = F::width(a.cache);
+    const Places<F> at(a.cache);
+    const bf16* const qkv = static_cast<const bf16*>(a.q) + row * a.q_stride + at.first;
+    const auto element = [&](int head, int i) {
+      return at.in_head ? qkv[head * width + at.step * i] : from_float<bf16>(0.0f);
+    };
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      key[i] = qkv[(a.heads + kv_head) * D + kWarp * i];
-      value[i] = qkv[(a.heads + a.cache.kv_heads + kv_head) * D + kWarp * i];
+      key[i] = element(a.heads + kv_head, i);
+      value[i] = element(a.heads + a.cache.kv_heads + kv_head, i);
 #pragma unroll
       for (int n = 0; n < kRounds; ++n)
-        if (warp + n * kWarps < heads) q[n][i] = qkv[(first_head + warp + n * kWarps) * D + kWarp * i];
+        if (warp + n * kWarps < heads) q[n][i] = element(first_head + warp + n * kWarps, i);
     }
   }
-  __device__ __forceinline__ void read_angles(const HeadArgs& a, int position) {
+  __device__ __forceinline__ void read_angles(const AttentionArgs& a, const HeadArgs& head_args, int position) {
+    const Places<F> at(a.cache);
 #pragma unroll
     for (int i = 0; i < kValues / 2; ++i) {
-      const int64_t entry = static_cast<int64_t>(position) * (D / 2) + threadIdx.x % kWarp + kWarp * i;
-      cos[i] = a.cos[entry];
-      sin[i] = a.sin[entry];
+      const int64_t entry = static_cast<int64_t>(position) * (F::width(a.cache) / 2) + at.first + at.step * i;
+      cos[i] = at.in_head ? head_args.cos[entry] : 0.0f;
+      sin[i] = at.in_head ? head_args.sin[entry] : 0.0f;
     }
   }
 
@@ -67,7 +96,7 @@ struct RawHeads {
     float v[kValues];
 #pragma unroll
     for (int i = 0; i < kValues; ++i) v[i] = to_float(x[i]);
-    if (gain != nullptr) {
+    if (F::kExact && gain != nullptr) {
       float squares{0.0f};
 #pragma unroll
       for (int i = 0; i < kValues; ++i) squares = __fmaf_rn(v[i], v[i], squares);
@@ -84,43 +113,47 @@ struct RawHeads {
     }
   }
 
-  // By a warp, as rope_append would.
-  __device__ __forceinline__ static void put(const NewRow<int8_t>& to, const bf16 (&x)[kValues]) {
+  // By a warp, as rope_append would; kFilled: a row of D, with the zeros behind the head.
+  template <bool kFilled>
+  __device__ __forceinline__ static void put(const Places<F>& at, const NewRow<int8_t>& to, const bf16 (&x)[kValues]) {
     if (to.x == nullptr) return;
-    const int lane = threadIdx.x % kWarp;
     unsigned top{0};
 #pragma unroll
     for (int i = 0; i < kValues; ++i) top = max(top, magnitude_bits(to_float(x[i])));
     const Int8Scale scale(__reduce_max_sync(kAllLanes, top));
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) to.x[lane + kWarp * i] = scale.code(to_float(x[i]));
-    if (lane == 0) *to.scale = scale.scale;
+    for (int i = 0; i < kValues; ++i)
+      if (const int d = at[i]; kFilled || at.in_head) to.x[d] = scale.code(to_float(x[i]));
+    if (threadIdx.x % kWarp == 0) *to.scale = scale.scale;
   }
-  __device__ __forceinline__ static void put(const NewRow<bf16>& to, const bf16 (&x)[kValues]) {
+  template <bool kFilled>
+  __device__ __forceinline__ static void put(const Places<F>& at, const NewRow<bf16>& to, const bf16 (&x)[kValues]) {
     if (to.x == nullptr) return;
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) to.x[threadIdx.x % kWarp + kWarp * i] = x[i];
+    for (int i = 0; i < kValues; ++i)
+      if (kFilled || at.in_head) to.x[at[i]] = x[i];
   }
 
   // `new_key`, `new_value`: places in the cache.
   template <class T>
-  __device__ __forceinline__ void prepare(Prepared<D, T>& to, const HeadArgs& a, int heads, NewRow<T> new_key,
-                                          NewRow<T> new_value) {
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  __device__ __forceinline__ void prepare(Prepared<D, T>& to, const PagedCache& cache, const HeadArgs& a, int heads,
+                                          NewRow<T> new_key, NewRow<T> new_value) {
+    const int warp = threadIdx.x / kWarp;
+    const Places<F> at(cache);
     turn(q[0], a.q_norm, a);
     turn(key, a.k_norm, a);
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) to.q[warp][lane + kWarp * i] = q[0][i];
-    if (warp == 0) put({to.key_value[0], to.scales}, key);
-    if (warp == 1) put({to.key_value[1], to.scales + 1}, value);
-    if (warp == kWarps - 2) put(new_key, key);
-    if (warp == kWarps - 1) put(new_value, value);
+    for (int i = 0; i < kValues; ++i) to.q[warp][at[i]] = q[0][i];
+    if (warp == 0) put<true>(at, {to.key_value[0], to.scales}, key);
+    if (warp == 1) put<true>(at, {to.key_value[1], to.scales + 1}, value);
+    if (warp == kWarps - 2) put<false>(at, new_key, key);
+    if (warp == kWarps - 1) put<false>(at, new_value, value);
 #pragma unroll
     for (int n = 1; n < kRounds; ++n) {
       if (warp + n * kWarps >= heads) break;
       turn(q[n], a.q_norm, a);
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) to.q[warp + n * kWarps][lane + kWarp * i] = q[n][i];
+      for (int i = 0; i < kValues; ++i) to.q[warp + n * kWarps][at[i]] = q[n][i];
     }
   }
 };

@@ -39,7 +39,7 @@ struct Plan {
 
 // The head sizes of a kernel: kD, or, where not kExact, the multiples of 16 in (kD / 2, kD), whose rows are filled up
 // with zeros to kD columns on their way to shared memory and nowhere else. To keep the library small, the kernels of
-// the latter are compiled once, with options, and ask for them at run time.
+// the latter are compiled once, with options, and ask for them at run time; those with rotation have none.
 template <int kD, bool kIsExact>
 struct HeadSize {
   static constexpr int D{kD};
@@ -355,7 +355,7 @@ struct Accumulator {
                                         int position, int first_head, int p, int end, int g, int j, uint32_t& p0,
                                         uint32_t& p1) {
     const auto scored = [&](float dot, int head, int at) {
-      if constexpr (F::kExact) return score<kOptions>(a, dot, row, position, head, at);
+      if constexpr (F::kExact || !kOptions) return score<kOptions>(a, dot, row, position, head, at);
       return has_options(a) ? score<true>(a, dot, row, position, head, at)
                             : score<false>(a, dot, row, position, head, at);
     };

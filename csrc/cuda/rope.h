@@ -7,7 +7,7 @@
 
 namespace nibblelm::cuda {
 
-// Tables are (positions, half) fp32 with half = R / 2. `streams` 2 rotates each half of a head by its own stream:
+// Tables are (entries, half) fp32 with half = R / 2. `streams` 2 rotates each half of a head by its own stream:
 // positions is then (2, rows). Pairs are (i, i + half) or, interleaved, (2i, 2i + 1).
 struct RopeTable {
   const int32_t* positions;
@@ -16,6 +16,7 @@ struct RopeTable {
   int half;
   int streams;
   bool interleaved;
+  int entries;
 };
 
 // x (rows, heads, head_dim), rows x_stride elements apart, in place.

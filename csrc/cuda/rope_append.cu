@@ -8,15 +8,35 @@ namespace {
 
 constexpr int kWarps{4};
 constexpr int kMaxHeadDim{256};
+constexpr unsigned kFewRows{16};
+
+// Lets the next kernel start, waits for the one before, and meanwhile asks L2 for the row's angles and its place in the
+// page table, which a layer's weights have driven out. Where the row stands may change until the wait: then the guess
+// was in vain. Of many rows, the next kernel's blocks would only be in the way.
+__device__ __forceinline__ void begin(const RopeTable& t, const PagedCache& c, int row, int lane) {
+  constexpr int kLine{128 / sizeof(float)};
+  const bool few = gridDim.x <= kFewRows;
+  if (few) {
+    dependency_release();
+    const int slot = __ldcg(c.slots + row), position = __ldcg(c.positions + row), angle = __ldcg(t.positions + row);
+    if (slot >= 0 && slot < c.slot_count && position >= 0 && position < c.capacity())
+      prefetch_l2(table_entry(c, slot, position));
+    if (const int i = lane * kLine; i < t.half && angle >= 0 && angle < t.entries) {
+      prefetch_l2(t.cos + static_cast<int64_t>(angle) * t.half + i);
+      prefetch_l2(t.sin + static_cast<int64_t>(angle) * t.half + i);
+    }
+  }
+  dependency_wait();
+  if (!few) dependency_release();
+}
 
 // One warp takes one head of one row. Values are rounded to T between norm and rotation, as the separate ops do.
 template <class T>
 __global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, RopeTable table, PagedCache cache,
                                    const float* q_norm, const float* k_norm, float eps, bool plus_one) {
   __shared__ float buffer[kWarps][kMaxHeadDim];
-  dependency_wait();
-  dependency_release();
   const int row = blockIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  begin(table, cache, row, lane);
   const int head = blockIdx.y * kWarps + warp, d_count = cache.head_dim;
   if (head >= heads + 2 * cache.kv_heads) return;
   T* const x = qkv + row * stride + static_cast<int64_t>(head) * d_count;
@@ -57,9 +77,8 @@ __global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, 
 template <bool kInt8>
 __global__ void __launch_bounds__(kWarps* kWarp)
     rope_append_halves_kernel(bf16* qkv, int64_t stride, int heads, RopeTable table, PagedCache cache) {
-  dependency_wait();
-  dependency_release();
   const int row = blockIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, half = table.half;
+  begin(table, cache, row, lane);
   const int slot = cache.slots[row], position = cache.positions[row];
   const int64_t entry = static_cast<int64_t>(table.positions[row]) * half;
 #pragma unroll 4

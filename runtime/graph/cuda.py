@@ -117,11 +117,13 @@ def rope_attention(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]
     (attention,), options = rest, append.attributes
     cache, cos = options["k_cache"], options["cos"]
     head_dim = cache.shape[3]
+    # kernels of several sizes sum the squares of a head in another order than rope_append, so they take no norms
+    sizes = {64, 128, 256} if options.get("q_norm") is not None else {64, 80, 96, 112, 128, 256}
     plain = attention.attributes.keys() <= {"k_cache", "v_cache", "tables", "scale", "window"}
     if (
         not plain or not attention.inputs.keys() <= {"q", "positions", "slots"} or "places" in append.inputs
         or options.get("interleaved", False)
-        or not attention.reads(append.outputs[0], "q") or head_dim not in {64, 128, 256} or 2 * cos.shape[1] != head_dim
+        or not attention.reads(append.outputs[0], "q") or head_dim not in sizes or 2 * cos.shape[1] != head_dim
         or append.inputs["qkv"].dtype != torch.bfloat16 or cache.dtype not in {torch.bfloat16, torch.int8}
         or cos.shape[0] < options["tables"].shape[1] * PAGE or not has_room_to_rotate(head_dim, cos.device)
     ):  # fmt: skip

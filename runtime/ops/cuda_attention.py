@@ -22,8 +22,8 @@ def _rope_table(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interlea
         x.ndim == 3 and rows(x) and fits and tables and index and positions.shape[: streams - 1] in {(), (2,)},
         "rope", "x (M, H, D), positions (M,) or (2, M) int32, cos and sin (T, R / 2) fp32", x, positions, cos, sin,
     )  # fmt: skip
-    half = cos.shape[1]
-    return kernels.RopeTable(positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), half, streams, interleaved)
+    entries, half = cos.shape
+    return kernels.RopeTable(positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), half, streams, interleaved, entries)
 
 
 def _pool(pool: Pages) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -217,18 +217,19 @@ def rope_attention(
 ) -> Tensor:
     """`rope_append`, then `attention`: (M, H + 2 Hkv, D) -> (M, H * D), with their bits, in one kernel.
 
-    Arguments as in the two; bf16 (the cache also int8), D 64, 128 or 256, whole heads rotated in halves, cos and sin
-    with a row for every position of a table, room on the card (else ValueError). Rows have different slots. qkv is
-    undefined afterwards.
+    Arguments as in the two; bf16 (the cache also int8), D 64, 128, 256 or, without norms, 80, 96 or 112, whole heads
+    rotated in halves, cos and sin with a row for every position of a table, room on the card (else ValueError). Rows
+    have different slots. qkv is undefined afterwards.
     """
     q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
     table = _rope_table(qkv, positions, cos, sin, interleaved)
     args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, _PLAIN, None)
+    normed = q_norm is not None or k_norm is not None
     require_arguments(
-        cos.shape[0] >= tables.shape[1] * PAGE and kernels.attention_fuses(args, table)
+        cos.shape[0] >= tables.shape[1] * PAGE and kernels.attention_fuses(args, table, normed)
         and has_room_to_rotate(q.shape[2], q.device) and vector(q_norm, q.shape[2]) and vector(k_norm, q.shape[2]),
-        "rope_attention", "bf16 of D 64, 128 or 256, rotated whole in halves, cos of W * PAGE rows or more, norms (D,)",
-        qkv, cos, q_norm, k_norm,
+        "rope_attention", "bf16 of D 64, 128, 256 or, without norms, 80, 96 or 112, rotated whole in halves, cos of "
+        "W * PAGE rows or more, norms (D,)", qkv, cos, q_norm, k_norm,
     )  # fmt: skip
     norms = (address(q_norm), address(k_norm), eps, plus_one)
     kernels.attention_rope(args, table, *norms, *launch_args())

@@ -178,6 +178,26 @@ def test_a_decode_step_runs_one_kernel_between_attentions(model_type: str) -> No
         ]  # fmt: skip
 
 
+@pytest.mark.parametrize("kv_dtype", [BF16, torch.int8])
+@pytest.mark.parametrize(
+    ("model_type", "head_dim", "together"),
+    [
+        *(("phi3", size, True) for size in (64, 80, 96, 112, 128, 256)),
+        *(("phi3", size, False) for size in (48, 72, 88, 144, 160, 192, 240)),
+        *(("qwen3", size, True) for size in (64, 128, 256)),
+        *(("qwen3", size, False) for size in (80, 96, 112)),
+    ],
+)
+def test_head_sizes_that_are_rotated_in_attention(
+    model_type: str, head_dim: int, together: bool, kv_dtype: torch.dtype
+) -> None:
+    """With QK-norm, which Qwen3 has, only those that have a kernel of their own."""
+    sizes = {"num_attention_heads": 4, "hidden_size": 4 * head_dim, "head_dim": head_dim}
+    raw = raw_config(model_type, num_hidden_layers=1, **sizes, **({"pad_token_id": 0} if model_type == "phi3" else {}))
+    got = names(fused(step_of(raw, ShapesOnly(), kv_dtype=kv_dtype)))
+    assert got[2:-2] == (["rope_attention"] if together else ["rope_append", "attention"])
+
+
 def test_norms_on_both_sides() -> None:
     """What a block gives is normed, added and normed again on its way into the next linear."""
     between = "o > norm+norm+gate_up+swiglu > down"
@@ -251,7 +271,7 @@ APART = ["o", "rms_norm", "gate/up", "swiglu", "down", "rms_norm", "lm_head"]
 @pytest.mark.parametrize(
     ("changes", "weights", "expected"),
     [
-        (dict(head_dim=80), ShapesOnly(), ["norm+q/k/v", "rope_append", "attention", BETWEEN, "norm+lm_head"]),
+        (dict(head_dim=160), ShapesOnly(), ["norm+q/k/v", "rope_append", "attention", BETWEEN, "norm+lm_head"]),
         (dict(hidden_size=260), ShapesOnly(), ["rms_norm", "q/k/v", "rope_attention", *APART]),
         (dict(hidden_size=16392), ShapesOnly(), ["rms_norm", "q/k/v", "rope_attention", *APART]),
         (
@@ -266,7 +286,7 @@ APART = ["o", "rms_norm", "gate/up", "swiglu", "down", "rms_norm", "lm_head"]
         ),
         ({}, ShapesOnly(torch.float32), ["rms_norm", "q/k/v", "rope_append", "attention", *APART]),
     ],
-    ids=["head 80", "odd width", "wide", "bias", "mixed", "fp32"],
+    ids=["head 160", "odd width", "wide", "bias", "mixed", "fp32"],
 )
 def test_what_no_kernel_takes_runs_node_by_node(changes: dict, weights: ShapesOnly, expected: list[str]) -> None:
     raw = raw_config("llama", num_hidden_layers=1, **changes)

@@ -20,6 +20,7 @@ pytestmark = gpu
 DEVICE = torch.device("cuda")
 BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
 CACHES = [BF16, INT8]
+FILLED = [80, 96, 112]  # head sizes that share a kernel, filled up with zeros to 128
 BOUND = {BF16: 2.0**-7, FP32: 2e-5}  # of the sum of p |v|, as in test_cuda_attention.py
 
 # Around the tiles, the least share of a block, what one cluster takes (2,048) and the length of the cache.
@@ -117,7 +118,7 @@ def check_rope_attention(c: dict[str, Any], together: bool = True, **options: An
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", CACHES)
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, *FILLED, 128, 256])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "lengths", "capacity"),
     [(8, 2, [1, 64, 65, 300], 300), (4, 2, [200], 200), (1, 1, [70], 16400)],
@@ -130,14 +131,28 @@ def test_small(heads: int, kv_heads: int, d: int, lengths: list[int], capacity: 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", CACHES)
-def test_of_several_clusters(dtype: torch.dtype) -> None:
-    check_rope_attention(make_projection([2300, 9], 4, 1, 64, dtype, capacity=2400))
+@pytest.mark.parametrize("d", [64, 80, 96])
+def test_of_several_clusters(d: int, dtype: torch.dtype) -> None:
+    check_rope_attention(make_projection([2300, 9], 4, 1, d, dtype, capacity=2400))
 
 
 @pytest.mark.parametrize("dtype", CACHES)
-@pytest.mark.parametrize(("d", "heads", "kv_heads"), [(64, 16, 8), (128, 8, 2), (256, 4, 2)])
+@pytest.mark.parametrize("d", [64, *FILLED, 128, 256])
+def test_the_newest_position_at_every_place_of_a_tile(d: int, dtype: torch.dtype) -> None:
+    """Of the first tile, of one that another warp takes and of one whose ring has gone around; alone and together."""
+    lengths = [start + i for start in (1, 97, 1985) for i in range(16)]
+    c = make_projection(lengths, 4, 4, d, dtype, capacity=2100)
+    whole = check_rope_attention(c)
+    for m in range(len(lengths)):
+        row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
+        assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True)[0])
+
+
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize(("d", "heads", "kv_heads"), [(64, 16, 8), (80, 4, 4), (96, 16, 8), (128, 8, 2), (256, 4, 2)])
 def test_of_a_long_cache(d: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """Rows of more than 16,384 positions and a short one: alone (without clusters), and the same in a batch."""
+    """Rows of more than 16,384 positions and a short one: alone (without clusters where no
+    other size shares the kernel), and the same in a batch."""
     c = make_projection([20000, 40, 16385], heads, kv_heads, d, dtype, capacity=20000)
     whole = check_rope_attention(c)
     for m in range(3):
@@ -153,7 +168,11 @@ def test_of_a_long_cache(d: int, heads: int, kv_heads: int, dtype: torch.dtype) 
 @pytest.mark.parametrize(
     ("d", "heads", "kv_heads"),
     [
-        *((d, *heads) for d in (64, 128) for heads in ((2, 2), (8, 2), (7, 1), (8, 1), (12, 1), (16, 4), (8, 8))),
+        *(
+            (d, *heads)
+            for d in (64, 80, 96, 128)
+            for heads in ((2, 2), (8, 2), (7, 1), (8, 1), (12, 1), (16, 4), (8, 8))
+        ),
         (256, 4, 2),
         (256, 7, 1),
     ],
@@ -176,8 +195,9 @@ def test_with_norms(d: int, plus_one: bool, dtype: torch.dtype) -> None:
     check_rope_attention(c, **norms, eps=1e-5, plus_one=plus_one)
 
 
-def test_leaves_idle_rows_and_full_slots_alone() -> None:
-    c = make_projection([30, 500, 704, 200], 8, 2, 128, capacity=704)
+@pytest.mark.parametrize("d", [96, 128])
+def test_leaves_idle_rows_and_full_slots_alone(d: int) -> None:
+    c = make_projection([30, 500, 704, 200], 8, 2, d, capacity=704)
     c["slots"][1] = -1
     c["cos"], c["sin"] = (torch.cat([t, t]) for t in (c["cos"], c["sin"]))
     c["k_cache"], c["v_cache"] = (c[name].nan_to_num(1.0) for name in ("k_cache", "v_cache"))
@@ -190,7 +210,7 @@ def test_leaves_idle_rows_and_full_slots_alone() -> None:
         assert same_bits(got, want)
 
 
-@pytest.mark.parametrize(("d", "dtype"), [(96, BF16), (64, FP32), (256, FP32), (96, INT8)])
+@pytest.mark.parametrize(("d", "dtype"), [(192, BF16), (72, BF16), (64, FP32), (256, FP32), (96, FP32), (192, INT8)])
 def test_without_a_fused_kernel(d: int, dtype: torch.dtype) -> None:
     c = make_projection([1, 100], 4, 2, d, dtype, capacity=200)
     check_rope_attention(c, together=False)
@@ -207,9 +227,22 @@ def test_without_a_fused_kernel(d: int, dtype: torch.dtype) -> None:
     assert same_bits(got[1], v_cache)
 
 
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("d", FILLED)
+def test_what_filled_kernels_lack(d: int, dtype: torch.dtype) -> None:
+    """Norms, which no other size refuses, and what all of them refuse."""
+    c = make_projection([1, 100], 4, 2, d, dtype, capacity=200)
+    gain = torch.rand(d, device=DEVICE) + 0.5
+    for norms in ({"q_norm": gain, "k_norm": gain}, {"q_norm": gain}, {"k_norm": gain}):
+        check_rope_attention(c, together=False, **norms)
+    check_rope_attention(c, together=False, interleaved=True)
+    half = {name: c[name][:, : d // 4].contiguous() for name in ("cos", "sin")}
+    check_rope_attention(c | half, together=False)
+
+
 @pytest.mark.parametrize("window", [0, 45, 777])
 @pytest.mark.parametrize("dtype", CACHES)
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 80, 96, 128, 256])
 def test_pages_may_be_anywhere(d: int, window: int, dtype: torch.dtype) -> None:
     """Bit for bit as on pages in order, what is written too."""
     c = make_projection(LENGTHS, 8, 2, d, dtype)
@@ -241,10 +274,11 @@ def test_pages_are_read_at_replay() -> None:
 
 
 @pytest.mark.parametrize("dtype", CACHES)
-def test_in_a_graph(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("d", [96, 128])
+def test_in_a_graph(d: int, dtype: torch.dtype) -> None:
     """Twelve steps of two layers, each step recorded behind the other: as one by one, kernel by kernel."""
     steps = 12
-    c = make_projection([100, 1, 60, 2047], 8, 2, 128, dtype, capacity=4000)
+    c = make_projection([100, 1, 60, 2047], 8, 2, d, dtype, capacity=4000)
     inputs = [torch.randn_like(c["qkv"], dtype=FP32).to(BF16) for _ in range(2 * steps)]
     caches = [[copied(c[name]) for name in ("k_cache", "v_cache")] for _ in range(4)]
     positions = c["positions"].clone()
@@ -265,9 +299,10 @@ def test_in_a_graph(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", CACHES)
-def test_sees_positions_that_change_just_before(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("d", [96, 128])
+def test_sees_positions_that_change_just_before(d: int, dtype: torch.dtype) -> None:
     """The kernel ahead moves the rows on while this one has started and guessed where they are."""
-    c = make_projection([64, 1, 128, 2047], 8, 2, 128, dtype, capacity=2100)
+    c = make_projection([64, 1, 128, 2047], 8, 2, d, dtype, capacity=2100)
     state, steps, m = ops.SamplingState.greedy(4, DEVICE), 6, 4
     logits, positions = torch.randn(m, 128256, device=DEVICE), c["positions"].clone()
     qkv = [torch.randn_like(c["qkv"], dtype=FP32).to(BF16) for _ in range(steps)]
