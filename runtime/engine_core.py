@@ -33,6 +33,9 @@ MOST_REQUESTS = 4096
 UNHURRIED_S = 0.05
 """Without a message for so long, the thread makes what prompts to come would wait for, a part of it at a time."""
 
+FEW = 4
+"""Tokens of a step that are handed out in less time than the event loop's thread takes to wake."""
+
 _ABORTED = object()
 
 
@@ -94,6 +97,11 @@ class Engine:
             if self._core.end is None and self._thread is None:
                 self._core.unprepared = True
                 self._start()
+
+    def expect(self) -> None:
+        """A request is about to come: if the thread sleeps, it wakes while whoever calls makes the request."""
+        if self._thread is not None and self.stats.idle:
+            self._core.inbox.put((self._core.expect, ()))
 
     @property
     def prepared(self) -> bool:
@@ -302,6 +310,8 @@ class _Core:
         else:
             self._channels[sequence] = channel
 
+    def expect(self) -> None: ...
+
     def abort(self, sequence: Sequence, _channel: _Channel) -> None:
         if sequence in self._channels:
             self.stats.end("abort")
@@ -334,6 +344,8 @@ class _Core:
         pays = self._speculation is not None and self._drafted(self._speculation)
         plan = self._scheduler.plan()
         for chosen in self._executor.run(plan, land=pays):
+            if len(chosen) <= FEW:
+                self._wake(early=True)
             for sequence, choice in chosen:
                 self._deliver(sequence, choice)
             self._wake()
@@ -341,10 +353,10 @@ class _Core:
         if plan.decodes or plan.chunks:
             self.stats.progress = time.monotonic()
 
-    def _wake(self) -> None:
+    def _wake(self, early: bool = False) -> None:
         """The event loops, once for all that was handed out: each would ask for the GIL at the first token."""
         for waker in self.wakers:
-            waker.wake()
+            waker.wake(early)
 
     def _drafted(self, speculation: Speculation) -> bool:
         """`Speculation.propose`; a request whose drafter has failed ends."""

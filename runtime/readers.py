@@ -109,9 +109,9 @@ class Waker:
         self.due.clear()
         return False
 
-    def wake(self) -> None:
-        """From any thread."""
-        if not self.due or not self.lives() or self._called:
+    def wake(self, early: bool = False) -> None:
+        """From any thread. `early`: before there is news, which comes while the loop's thread wakes."""
+        if not (self.due or (early and self.readers)) or not self.lives() or self._called:
             return
         loop, self._called = self.loop(), True
         try:

@@ -8,15 +8,20 @@ from typing import Any, Literal
 
 from nibblelm.errors import ConfigError, RequestError
 
-# generation_config.json may set these; the values are the defaults where it does not
+# where neither a request nor generation_config.json says
 DEFAULTS: dict[str, float] = {
+    "max_tokens": 256,
     "temperature": 0.8,
     "top_k": 0,
     "top_p": 0.95,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
 }
-DEFAULT_MAX_TOKENS = 256
+_FILE_KEYS = {"max_tokens": "max_new_tokens"} | {
+    name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+}
 
 _MOST_BIAS = 1e38  # beyond it fp32 has none
 
@@ -129,18 +134,20 @@ class SamplingParams:
         `do_sample: false` in generation_config.json means temperature 0 unless one was asked for; its
         `eos_token_id` is the engine's business. Raises ConfigError where the file's value is out of range.
         """
-        wanted: dict[str, Any] = {name: generation_config.get(name) for name in DEFAULTS}
-        wanted = {name: DEFAULTS[name] if value is None else value for name, value in wanted.items()}
+        lacking = [name for name in DEFAULTS if getattr(self, name) is None]
+        if not lacking:
+            return self
+        own = {name: value for name, key in _FILE_KEYS.items() if (value := generation_config.get(key)) is not None}
         if generation_config.get("do_sample") is False:
-            wanted["temperature"] = 0.0
-        limit = generation_config.get("max_new_tokens")
-        wanted["max_tokens"] = DEFAULT_MAX_TOKENS if limit is None else limit
-        wanted |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
-        wanted = {name: value for name, value in wanted.items() if getattr(self, name) is None}
+            own["temperature"] = 0.0
+        own = {name: own[name] for name in lacking if name in own}
         try:
-            return replace(self, **wanted) if wanted else self
+            filled = replace(self, **own) if own else self
         except RequestError as error:
             raise ConfigError(f"generation_config.json: {error}") from error
+        resolved = object.__new__(SamplingParams)  # the defaults need no check
+        resolved.__dict__.update(filled.__dict__, **{name: DEFAULTS[name] for name in lacking if name not in own})
+        return resolved
 
 
 def _require(condition: bool, name: str, value: object, supported: str) -> None:

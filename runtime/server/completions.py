@@ -12,7 +12,7 @@ from nibblelm.request import GenerationOutput, Request
 from nibblelm.sampler import Sampled
 from nibblelm.server.answers import Chunks, answer, finite, head, token_name, top_of, usage
 from nibblelm.server.events import EventStream
-from nibblelm.server.fields import Fields
+from nibblelm.server.fields import Fields, is_integer
 from nibblelm.server.sampling_fields import MOST_LOGPROBS, MOST_TOKENS, Common, read_common
 from nibblelm.server.service import Service, read_body
 from nibblelm.tokenizer import TextStream, Tokenizer
@@ -65,7 +65,7 @@ def _prompts(f: Fields) -> list[Prompt]:
         return is_prompt(value) or several
 
     value = f.take("prompt", supported, fits, required=True)
-    return [value] if is_prompt(value) else value
+    return [value] if isinstance(value, str) or is_integer(value[0]) else value
 
 
 async def completions(service: Service, http: HttpRequest) -> Any:

@@ -1,7 +1,7 @@
 """Reading a request's JSON strictly: a field that nobody reads is refused by its name."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, NoReturn
 
 from nibblelm.server.errors import ApiError
@@ -9,14 +9,17 @@ from nibblelm.server.errors import ApiError
 _MISSING = object()
 
 
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)  # `json.loads` would make one for each request
+
+
 def parse(body: bytes) -> Any:
     """The JSON value of a request's body. Raises ApiError 400 for what is none, NaN and Infinity included."""
-
-    def refuse(name: str) -> NoReturn:
-        raise ValueError(f"{name} is no JSON value")
-
     try:
-        return json.loads(body, parse_constant=refuse)
+        return _DECODER.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"the body cannot be read as JSON: {why}") from error
@@ -54,7 +57,13 @@ class Fields:
             self.refuse(field, value, supported)
         return value
 
+    def among(self, fields: Container[str]) -> list[str]:
+        """Which of `fields` it has, in its own order."""
+        return [field for field in self._left if field in fields]
+
     def text(self, field: str, required: bool = False) -> str | None:
+        if self.lacks(field) and not required:
+            return None
         return self.take(field, "a string", lambda v: isinstance(v, str), required)
 
     def lacks(self, field: str) -> bool:
@@ -86,8 +95,10 @@ class Fields:
         return self.take(field, shown, lambda v: any(v == c and type(v) is type(c) for c in choices), required)
 
     def object(self, field: str) -> "Fields | None":
+        if self.lacks(field):
+            return None
         value = self.take(field, "an object", lambda v: isinstance(v, dict))
-        return None if value is None else Fields(value, self.name(field))
+        return Fields(value, self.name(field))
 
     def objects(self, field: str, most: int, required: bool = False) -> "list[Fields]":
         """A list of at least one object, [] if it is absent."""
@@ -110,7 +121,7 @@ class Fields:
 
     def labels(self, *fields: str) -> None:
         """Fields that name the caller or the call, and change nothing of the answer."""
-        for field in fields:
+        for field in self.among(fields):
             self.take(field, "a string, or an object of strings", lambda v: isinstance(v, str | dict))
 
     def end(self) -> None:

@@ -1,5 +1,6 @@
 """The fields that /v1/completions and /v1/chat/completions share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,8 @@ class Common:
 
 def read_common(f: Fields, max_tokens: int | None, logprobs: int | None) -> Common:
     """Take the fields that both endpoints have; the two that they name differently are passed in."""
-    guided = _guided(f)
+    given = _guided(f)
+    guided = bool(given)
     stream = f.flag("stream")
     stream_options = f.object("stream_options")
     if stream_options is not None and not stream:
@@ -38,27 +40,13 @@ def read_common(f: Fields, max_tokens: int | None, logprobs: int | None) -> Comm
     f.choice("store", False)
     f.choice("service_tier", "auto", "default")
     n = f.integer("n", 1, MOST_OUTPUTS) or 1
-    seed = f.integer("seed", -(2**63), 2**64 - 1)
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=f.number("temperature", 0, 2),
-        top_k=f.integer("top_k", 0, 1 << 30),
-        top_p=f.number("top_p", 0, 1),
-        min_p=f.number("min_p", 0, 1),
-        repetition_penalty=f.number("repetition_penalty", 0.01, 100),
-        presence_penalty=f.number("presence_penalty", -2, 2),
-        frequency_penalty=f.number("frequency_penalty", -2, 2),
-        logit_bias=_logit_bias(f),
-        seed=None if seed is None else seed % 2**64,
-        stop=f.strings("stop", MOST_STOPS, LONGEST_STOP),
-        stop_token_ids=_ids(f, "stop_token_ids", MOST_STOPS),
-        ignore_eos=_ignore_eos(f, bool(guided)),
-        min_tokens=_min_tokens(f, bool(guided)),
-        skip_special_tokens=f.take("skip_special_tokens", "true or false", lambda v: isinstance(v, bool)) is not False,
-        logprobs=logprobs,
-        **guided,
-    )
-    return Common(params, n, stream, usage, bool(guided))
+    for name in f.among(_READERS):  # a request has few of them
+        given[name] = _READERS[name](f, name)
+    if guided and given.get("ignore_eos"):
+        f.refuse("ignore_eos", True, "false where the answer follows a schema, which ends it")
+    if guided and given.get("min_tokens"):
+        f.refuse("min_tokens", given["min_tokens"], "0 where the answer follows a schema, which may have to end before")
+    return Common(SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given), n, stream, usage, guided)
 
 
 def _guided(f: Fields) -> dict[str, Any]:
@@ -88,21 +76,7 @@ def _schema(form: Fields) -> dict[str, Any]:
     return schema
 
 
-def _ignore_eos(f: Fields, guided: bool) -> bool:
-    wanted = f.flag("ignore_eos")
-    if wanted and guided:
-        f.refuse("ignore_eos", True, "false where the answer follows a schema, which ends it")
-    return wanted
-
-
-def _min_tokens(f: Fields, guided: bool) -> int:
-    wanted = f.integer("min_tokens", 0, MOST_TOKENS) or 0
-    if wanted and guided:
-        f.refuse("min_tokens", wanted, "0 where the answer follows a schema, which may have to end before")
-    return wanted
-
-
-def _logit_bias(f: Fields) -> dict[int, float] | None:
+def _logit_bias(f: Fields, name: str) -> dict[int, float] | None:
     def fits(value: Any) -> bool:
         return (
             isinstance(value, dict)
@@ -112,12 +86,44 @@ def _logit_bias(f: Fields) -> dict[int, float] | None:
         )
 
     supported = f"an object of at most {MOST_BIASES} token ids with numbers from -100 to 100"
-    value = f.take("logit_bias", supported, fits)
+    value = f.take(name, supported, fits)
     return None if value is None else {int(i): float(b) for i, b in value.items()}
 
 
-def _ids(f: Fields, name: str, most: int) -> list[int]:
+def _ids(f: Fields, name: str) -> list[int]:
     def fits(value: Any) -> bool:
-        return isinstance(value, list) and len(value) <= most and all(is_integer(i) and i >= 0 for i in value)
+        return isinstance(value, list) and len(value) <= MOST_STOPS and all(is_integer(i) and i >= 0 for i in value)
 
-    return f.take(name, f"a list of at most {most} token ids", fits) or []
+    return f.take(name, f"a list of at most {MOST_STOPS} token ids", fits) or []
+
+
+def _seed(f: Fields, name: str) -> int | None:
+    seed = f.integer(name, -(2**63), 2**64 - 1)
+    return None if seed is None else seed % 2**64
+
+
+def _number(low: float, high: float) -> Callable[[Fields, str], float | None]:
+    return lambda f, name: f.number(name, low, high)
+
+
+def _integer(low: int, high: int) -> Callable[[Fields, str], int | None]:
+    return lambda f, name: f.integer(name, low, high)
+
+
+_READERS: dict[str, Callable[[Fields, str], Any]] = {
+    "temperature": _number(0, 2),
+    "top_k": _integer(0, 1 << 30),
+    "top_p": _number(0, 1),
+    "min_p": _number(0, 1),
+    "repetition_penalty": _number(0.01, 100),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
+    "logit_bias": _logit_bias,
+    "seed": _seed,
+    "stop": lambda f, name: f.strings(name, MOST_STOPS, LONGEST_STOP),
+    "stop_token_ids": _ids,
+    "ignore_eos": lambda f, name: f.flag(name),
+    "min_tokens": _integer(0, MOST_TOKENS),
+    "skip_special_tokens": lambda f, name: f.lacks(name) or f.flag(name),
+}
+"""What takes each of the fields that SamplingParams knows by the same name."""
