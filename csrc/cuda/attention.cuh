@@ -70,12 +70,13 @@ __device__ __forceinline__ void copy_or_zero_4(uint32_t shared, const void* glob
                : "memory");
 }
 
-// The score of q . k = `dot` at position p, times log2(e). Without options only the scale is applied.
-template <bool kOptions>
+// The score of q . k = `dot` at position p, times log2(e). Without options only the scale is applied. kQuick: for
+// results of bf16, a soft-cap to within 3e-7 of it and without tanhf's branches, which a warp alone would wait for.
+template <bool kOptions, bool kQuick = false>
 __device__ __forceinline__ float score(const AttentionArgs& a, float dot, int64_t row, int position, int head, int p) {
   if constexpr (!kOptions) return __fmul_rn(dot, a.scale * kLog2e);  // the same bits wherever it is inlined
   float s = dot * a.scale;
-  if (a.softcap > 0.0f) s = a.softcap * tanhf(s / a.softcap);
+  if (a.softcap > 0.0f) s = __fmul_rn(a.softcap, kQuick ? tanh_fast(__fdividef(s, a.softcap)) : tanhf(s / a.softcap));
   if (a.slopes != nullptr) s += a.slopes[head] * static_cast<float>(p - position);
   if (a.mask != nullptr) s += a.mask[row * a.mask_stride + p];
   return s * kLog2e;

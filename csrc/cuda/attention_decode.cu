@@ -95,6 +95,8 @@ __device__ __forceinline__ Share<F::kParts> begin(const AttentionArgs& a, const 
                                                   int most_groups, uint32_t tiles, RawHeads<F>& raw, int& pages) {
   using Share = Share<F::kParts>;
   const bool guesses = kFused || ((!kOptions || a.mask == nullptr) && a.prefix == nullptr && a.starts == nullptr);
+  // With rotation, all that is read of the cache was written steps ago. Scales of int8 would come through L1.
+  constexpr bool kEarly{kFused && !F::kInt8};
   Share share{};
   const auto ring = [&] {
     return Ring<F>(tiles, a.cache, share.slot, at.kv_head, share.end, kFused && share.newest(), at.warp, at.lane);
@@ -107,9 +109,11 @@ __device__ __forceinline__ Share<F::kParts> begin(const AttentionArgs& a, const 
     share = Share::template of<true>(a, at.row, guess < a.cache.capacity() ? __ldcg(a.cache.slots + at.row) : -1, guess,
                                      most_groups);
     ask_pages();
-    if (!share.empty()) prefetch_tiles<F>(a.cache, share, at, pages);
-    if constexpr (kFused)
-      if (!share.empty()) raw.read_angles(a, head_args, share.position);
+    if (!share.empty()) {
+      prefetch_tiles<F>(a.cache, share, at, pages);
+      if constexpr (kFused) raw.read_angles(a, head_args, share.position);
+      if (kEarly) ring().fill(share.begin + at.warp * kTile, pages);
+    }
   }
   dependency_wait();
   if constexpr (kFused) raw.read(a, at.row, at.first_head, at.heads, at.kv_head);
@@ -118,9 +122,10 @@ __device__ __forceinline__ Share<F::kParts> begin(const AttentionArgs& a, const 
     share = Share::template of<false>(a, at.row, slot, position, most_groups);
     ask_pages();
   }
+  bool asked{kEarly};
 #pragma unroll 1
   for (;;) {
-    if (!share.empty()) ring().fill(share.begin + at.warp * kTile, pages);
+    if (!asked && !share.empty()) ring().fill(share.begin + at.warp * kTile, pages);
     if (share.slot == slot && share.position == position) return share;
     copy_async_wait<0>();
     __syncwarp();
@@ -128,6 +133,7 @@ __device__ __forceinline__ Share<F::kParts> begin(const AttentionArgs& a, const 
     ask_pages();
     if constexpr (kFused)
       if (!share.empty()) raw.read_angles(a, head_args, share.position);
+    asked = false;
   }
 }
 
@@ -337,6 +343,18 @@ Choice choice(int heads) {
   return {kernel, F::kWarps * kWarp, bytes, compiled.ptxVersion >= 90 ? F::kHostCluster : 1, F::kParts};
 }
 
+// Of a few rows.
+template <class S, class T, bool kOptions, bool kFused>
+Choice choice_of_rows(int heads) {
+  if constexpr (kHasFewHeadsForm<S>)
+    if (heads <= kFewHeads) return choice<FewHeadsForm<S, T>, kOptions, kFused>(heads);
+  return choice<RowForm<S, T>, kOptions, kFused>(heads);
+}
+
+// With rotation, a soft-cap is the only option, of the head sizes of models that have one.
+template <class S>
+constexpr bool kCaps{S::kExact && S::D >= 128};
+
 // The result is the same whatever is chosen.
 template <class S, class T, bool kFused>
 Choice choose(const AttentionArgs& a) {
@@ -349,13 +367,16 @@ Choice choose(const AttentionArgs& a) {
                     room >= ManyForm<S, T>::kBytes + PartSpace<ManyForm<S, T>>::bytes(heads);
   if constexpr (!kFused)
     if (!S::kExact || has_options(a))
-      return many ? choice<ManyForm<S, T>, true, false>(heads) : choice<RowForm<S, T>, true, false>(heads);
+      return many ? choice<ManyForm<S, T>, true, false>(heads) : choice_of_rows<S, T, true, false>(heads);
+  if constexpr (kFused && kCaps<S>)
+    if (has_options(a))
+      return many ? choice<ManyForm<S, T>, true, true>(heads) : choice_of_rows<S, T, true, true>(heads);
   if constexpr (S::kExact || kFused) {
     if (many) return choice<ManyForm<S, T>, false, kFused>(heads);
     if constexpr (S::kExact)
       if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<S, T>::kBytes)
         return choice<LongForm<S, T>, false, kFused>(heads);
-    return choice<RowForm<S, T>, false, kFused>(heads);
+    return choice_of_rows<S, T, false, kFused>(heads);
   }
 }
 
@@ -448,9 +469,10 @@ void attention_decode(const AttentionArgs& a, const Launch& launch) {
 
 bool attention_fuses(const AttentionArgs& a, const RopeTable& t, bool norms) {
   bool fuses{false};
-  with_tensor_cores<true>(a, [&]<class S, class>() { fuses = S::kExact || !norms; });
-  return fuses && !has_options(a) && a.prefix == nullptr && a.starts == nullptr && t.streams == 1 && !t.interleaved &&
-         2 * t.half == a.cache.head_dim;
+  with_tensor_cores<true>(
+      a, [&]<class S, class>() { fuses = (S::kExact || !norms) && (kCaps<S> || !(a.softcap > 0.0f)); });
+  return fuses && a.slopes == nullptr && a.mask == nullptr && a.prefix == nullptr && a.starts == nullptr &&
+         t.streams == 1 && !t.interleaved && 2 * t.half == a.cache.head_dim;
 }
 
 void attention_rope(const AttentionArgs& a, const RopeTable& table, const float* q_norm, const float* k_norm, float eps,

@@ -40,10 +40,10 @@ constexpr int kPreparedElements{32768};  // columns of one row from which one ke
 // Bytes of weights per warp that one wait and one refill handle: a step of codes, or 128 bytes of 16 rows.
 constexpr int stage_bytes(WeightFormat format) { return format == WeightFormat::int4 ? 1024 : 2048; }
 
-// Slices of K: a function of K alone, so that the order of every floating-point sum is too. A slice has work for four
+// Slices of K: a function of K alone, so that the order of every floating-point sum is too. A slice has work for three
 // stages, or what a warp does once a strip would outweigh it (2048 x 16384 takes 8.7 us in slices of two).
 inline int decode_slices_log(int steps) {
-  const int most = steps >= 4 * kMaxSlices ? kMaxSlices : kMaxSlices / 2;
+  const int most = steps >= 3 * kMaxSlices ? kMaxSlices : kMaxSlices / 2;
   int log = 0;
   while (2 << log <= std::min(steps, most)) ++log;
   return log;

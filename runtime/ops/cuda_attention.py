@@ -208,6 +208,7 @@ def rope_attention(
     v_cache: Pages,
     scale: float,
     window: int = 0,
+    softcap: float = 0.0,
     *,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
@@ -218,18 +219,19 @@ def rope_attention(
     """`rope_append`, then `attention`: (M, H + 2 Hkv, D) -> (M, H * D), with their bits, in one kernel.
 
     Arguments as in the two; bf16 (the cache also int8), D 64, 128, 256 or, without norms, 80, 96 or 112, whole heads
-    rotated in halves, cos and sin with a row for every position of a table, room on the card (else ValueError). Rows
-    have different slots. qkv is undefined afterwards.
+    rotated in halves, cos and sin with a row for every position of a table, a soft-cap only with D 128 or 256, room on
+    the card (else ValueError). Rows have different slots. qkv is undefined afterwards.
     """
     q = qkv[:, : qkv.shape[1] - 2 * k_cache.shape[1]]
     table = _rope_table(qkv, positions, cos, sin, interleaved)
-    args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, _PLAIN, None)
+    capped: AttentionOptions = (softcap, None, None, None, None)
+    args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, capped, None)
     normed = q_norm is not None or k_norm is not None
     require_arguments(
         cos.shape[0] >= tables.shape[1] * PAGE and kernels.attention_fuses(args, table, normed)
         and has_room_to_rotate(q.shape[2], q.device) and vector(q_norm, q.shape[2]) and vector(k_norm, q.shape[2]),
         "rope_attention", "bf16 of D 64, 128, 256 or, without norms, 80, 96 or 112, rotated whole in halves, cos of "
-        "W * PAGE rows or more, norms (D,)", qkv, cos, q_norm, k_norm,
+        "W * PAGE rows or more, norms (D,), a soft-cap with D 128 or 256", qkv, cos, q_norm, k_norm,
     )  # fmt: skip
     norms = (address(q_norm), address(k_norm), eps, plus_one)
     kernels.attention_rope(args, table, *norms, *launch_args())

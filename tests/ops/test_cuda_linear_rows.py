@@ -24,7 +24,7 @@ WIDE = (17, 31, 33, 64, 65, 130, 300)
 def slices(k: int) -> list[tuple[int, int]]:
     """The parts of K that have scales of their own: up to 8 (short rows 4), of whole steps of 128 columns."""
     steps = -(-k // 128)
-    most, count = 8 if steps >= 32 else 4, 1
+    most, count = 8 if steps >= 24 else 4, 1
     while 2 * count <= min(steps, most):
         count *= 2
     edges = [min(128 * (i * steps // count), k) for i in range(count + 1)]

@@ -56,11 +56,11 @@ def make_projection(
     return c | {"cos": angles.cos().float(), "sin": angles.sin().float()}
 
 
-def by_parts(c: dict[str, Any], window: int = 0, **norms: Any) -> Tensor:
+def by_parts(c: dict[str, Any], window: int = 0, softcap: float = 0.0, **norms: Any) -> Tensor:
     """rope_append, then attention."""
     q = ops.rope_append(**{name: value for name, value in c.items() if name != "scale"}, **norms)
     places = [c[name] for name in ("k_cache", "v_cache", "slots", "positions", "tables", "scale")]
-    return ops.attention(q, *places, window)
+    return ops.attention(q, *places, window, softcap)
 
 
 def run_rope_attention(c: dict[str, Any], together: bool, **options: Any) -> tuple[Tensor, Any, Any]:
@@ -78,13 +78,15 @@ def oracle(
     positions: Tensor,
     scale: float,
     window: int,
+    softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Float64 attention row by row: the result and the same with |v|."""
     out, magnitude = [], []
     for row, slot, position in zip(q.double(), slots.tolist(), positions.tolist(), strict=True):
         seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
         k, v = (t[slot, :, seen].double().repeat_interleave(len(row) // t.shape[1], 0) for t in (k_cache, v_cache))
-        p = torch.softmax(torch.einsum("hd,hpd->hp", row, k) * scale, -1)
+        scores = torch.einsum("hd,hpd->hp", row, k) * scale
+        p = torch.softmax(softcap * torch.tanh(scores / softcap) if softcap else scores, -1)
         out.append(torch.einsum("hp,hpd->hd", p, v).flatten())
         magnitude.append(torch.einsum("hp,hpd->hd", p, v.abs()).flatten())
     return torch.stack(out), torch.stack(magnitude)
@@ -101,16 +103,16 @@ def check_rope_attention(c: dict[str, Any], together: bool = True, **options: An
     else:
         with pytest.raises(ValueError, match=r"rope_attention|attention: got|rope: got"):
             run_rope_attention(c, True, **options)
-    window = options.pop("window", 0)
+    window, softcap = options.pop("window", 0), options.pop("softcap", 0.0)
     caches = {name: copied(c[name]) for name in ("k_cache", "v_cache")}
     places = [c[name] for name in ("positions", "slots", "tables", "cos", "sin")]
     q = ops.rope_append(c["qkv"].clone(), *places, *caches.values(), **options)
     plain = {"q": q, "slots": c["slots"], "positions": c["positions"], "scale": c["scale"], **caches}
-    assert same_bits(ops.attention(**plain, tables=c["tables"], window=window), fused[0])
+    assert same_bits(ops.attention(**plain, tables=c["tables"], window=window, softcap=softcap), fused[0])
     live = c["slots"] >= 0
     rows = {name: plain[name][live] for name in ("q", "slots", "positions")}
     caches = {name: positions_of(cache, c["tables"]) for name, cache in caches.items()}
-    want, magnitude = oracle(**(plain | rows | caches), window=window)
+    want, magnitude = oracle(**(plain | rows | caches), window=window, softcap=softcap)
     assert ((fused[0][live].double() - want).abs() <= BOUND[q.dtype] * (magnitude + 1e-3)).all()
     assert fused[0][~live].eq(0).all()
     return fused[0]
@@ -193,6 +195,19 @@ def test_with_norms(d: int, plus_one: bool, dtype: torch.dtype) -> None:
     c = make_projection([1, 77, 1000], 16, 8, d, dtype, capacity=1000)
     norms = {"q_norm": torch.rand(d, device=DEVICE) + 0.5, "k_norm": torch.rand(d, device=DEVICE)}
     check_rope_attention(c, **norms, eps=1e-5, plus_one=plus_one)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize(("d", "together"), [(64, False), (96, False), (128, True), (256, True)])
+def test_with_a_soft_cap(d: int, together: bool, dtype: torch.dtype) -> None:
+    """Of large and of small scores, a row alone and several, with a window and without."""
+    c = make_projection([1, 16, 77, 300, 999, 1000], 4, 2, d, dtype, capacity=1000)
+    for window, softcap, scale in ((0, 50.0, 1.0), (100, 0.5, 0.01)):
+        cap = {"window": window, "softcap": softcap}
+        whole = check_rope_attention(c | {"scale": scale}, together, **cap)
+        row = {name: c[name][3:4] for name in ("qkv", "slots", "positions")}
+        assert same_bits(whole[3:4], check_rope_attention(c | row | {"scale": scale}, together, **cap))
 
 
 @pytest.mark.parametrize("d", [96, 128])
