@@ -33,8 +33,7 @@ MOST_REQUESTS = 4096
 UNHURRIED_S = 0.05
 """Without a message for so long, the thread makes what prompts to come would wait for, a part of it at a time."""
 
-FEW = 4
-"""Tokens of a step that are handed out in less time than the event loop's thread takes to wake."""
+FEW = 4  # tokens of a step, handed out in less time than the event loop's thread takes to wake
 
 _ABORTED = object()
 
@@ -97,11 +96,6 @@ class Engine:
             if self._core.end is None and self._thread is None:
                 self._core.unprepared = True
                 self._start()
-
-    def expect(self) -> None:
-        """A request is about to come: if the thread sleeps, it wakes while whoever calls makes the request."""
-        if self._thread is not None and self.stats.idle:
-            self._core.inbox.put((self._core.expect, ()))
 
     @property
     def prepared(self) -> bool:
@@ -309,8 +303,6 @@ class _Core:
             self._wake()
         else:
             self._channels[sequence] = channel
-
-    def expect(self) -> None: ...
 
     def abort(self, sequence: Sequence, _channel: _Channel) -> None:
         if sequence in self._channels:

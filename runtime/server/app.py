@@ -90,7 +90,6 @@ class _Post:
         self._service, self._endpoint = service, endpoint
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._service.llm.engine.expect()
         response = await self._endpoint(self._service, HttpRequest(scope, receive, send))
         await response(scope, receive, send)
 

@@ -60,7 +60,7 @@ def by_parts(c: dict[str, Any], window: int = 0, softcap: float = 0.0, **norms: 
     """rope_append, then attention."""
     q = ops.rope_append(**{name: value for name, value in c.items() if name != "scale"}, **norms)
     places = [c[name] for name in ("k_cache", "v_cache", "slots", "positions", "tables", "scale")]
-    return ops.attention(q, *places, window, softcap)
+    return ops.attention(q, *places, window, softcap=softcap)
 
 
 def run_rope_attention(c: dict[str, Any], together: bool, **options: Any) -> tuple[Tensor, Any, Any]:
