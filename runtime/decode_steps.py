@@ -1,7 +1,7 @@
 """Decode steps as programs, and runs of them that sample on the device."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,29 @@ IDLE = -1
 """The slot of a row that nobody reads: it writes no key and no value."""
 
 
+class Eager:
+    """In place of a program: the step's own calls, every time."""
+
+    def __init__(self, body: Any, out: Tensor) -> None:
+        self._body, self._out = body, out
+
+    def replay(self) -> None:
+        self._out.copy_(self._body())
+
+
+@dataclass(frozen=True)
+class MixedStep:
+    """A decode step and one of prompts as one program."""
+
+    inputs: Tensor  # int32, of the prompts, as `PromptInputs` has them
+    program: Any
+    result: Tensor  # logits (R, V) of the prompts; what is drawn for the others goes where the decode step has it
+
+
+def _draws_nothing(logits: Tensor) -> Tensor:
+    raise ValueError("this step draws no tokens; its logits are its result")
+
+
 @dataclass(frozen=True)
 class DecodeStep:
     """One decode step for M sequences: its inputs and its result at fixed addresses, and the program between them."""
@@ -22,6 +45,9 @@ class DecodeStep:
     program: Any
     result: Tensor  # logits (M, V) fp32; where sampling leaves ids and no log-probabilities are wanted, those
     host_ids: Tensor | None = None  # (2, M) int32, pinned: where sampling leaves the ids of the last two steps
+    draw: Callable[[Tensor], Tensor] = _draws_nothing  # ids (M,) from logits (M, V), and into `rows` and `host_ids`
+    beside: dict[int, MixedStep | None] = field(default_factory=dict[int, MixedStep | None], compare=False)
+    """The same step with so many rows of prompts; None: it was wanted once."""
 
     def load(self, rows: Sequence[Sequence[int]]) -> None:
         """Put a step's inputs in place, behind what is under way."""
@@ -50,7 +76,7 @@ class SampledSteps:
         drawn: Sequence[int],
         wanted: Mapping[int, int] | None = None,
     ) -> None:
-        self._step, self._history, self._capacity, self._slots = step, history, capacity, slots
+        self.step, self._history, self._capacity, self._slots = step, history, capacity, slots
         self._fed, self._drawn = ids, drawn
         self._ready = [torch.cuda.Event(), torch.cuda.Event()]
         self._launched = self._read = 0
@@ -61,15 +87,23 @@ class SampledSteps:
 
     def launch(self, last: bool = False) -> None:
         """See that the next step is under way, and one behind it unless it is the `last`."""
-        while self._launched < self._read + (1 if last else 2) and (self._launched == self._read or self._has_room()):
-            self._launch()
+        while self._launched < self._read + (1 if last else 2) and self.has_room:
+            self.launch_in(self.step.program)
+
+    def launch_in(self, program: Any) -> None:
+        """Launch the next step, which is `program` or a part of it; there must be room for it."""
+        program.replay()
+        if self._wanted:
+            self._look_up(self._launched % 2)
+        self._ready[self._launched % 2].record(torch.cuda.current_stream(self.step.result.device))
+        self._launched += 1
 
     def next(self, last: bool = False) -> list[int]:
         """The tokens of the next step, one per sequence, `launch`ed if it is not."""
         self.launch(last)
         self._ready[self._read % 2].synchronize()
-        assert self._step.host_ids is not None
-        last_two = self._step.host_ids.tolist()
+        assert self.step.host_ids is not None
+        last_two = self.step.host_ids.tolist()
         tokens = [last_two[(drawn + self._read) % 2][i] for i, drawn in enumerate(self._drawn)]
         for slot, token in zip(self._slots, self._fed, strict=True):
             self._history[slot].append(token)
@@ -85,31 +119,28 @@ class SampledSteps:
         `spare`, whose history means nothing."""
         for i in gone:
             self._slots[i] = spare
-        where = to_device(torch.tensor(gone), self._step.rows.device)
-        self._step.rows[1].index_fill_(0, where, 0)  # else it might count beyond what there are angles for
-        self._step.rows[2].index_fill_(0, where, IDLE)
+        where = to_device(torch.tensor(gone), self.step.rows.device)
+        self.step.rows[1].index_fill_(0, where, 0)  # else it might count beyond what there are angles for
+        self.step.rows[2].index_fill_(0, where, IDLE)
 
     @property
     def in_flight(self) -> int:
         """Steps that are launched whose tokens have not been read."""
         return self._launched - self._read
 
-    def _has_room(self) -> bool:
-        ahead = self._launched - self._read
-        return all(len(self._history[slot]) + ahead < self._capacity for slot in self._slots)
-
-    def _launch(self) -> None:
-        self._step.program.replay()
-        if self._wanted:
-            self._look_up(self._launched % 2)
-        self._ready[self._launched % 2].record(torch.cuda.current_stream(self._step.result.device))
-        self._launched += 1
+    @property
+    def has_room(self) -> bool:
+        """Whether a step behind those in flight, two at most, would still be within the capacity."""
+        ahead = self.in_flight
+        return not ahead or (
+            ahead < 2 and all(len(self._history[slot]) + ahead < self._capacity for slot in self._slots)
+        )
 
     def _look_up(self, side: int) -> None:
         """Log-probabilities of the step just launched. No part of its program: who wants how many changes with each
         flight."""
         most = max(self._wanted.values())
-        found = top_logprobs(self._step.result, self._step.rows[0], self._wanted_rows, most)
+        found = top_logprobs(self.step.result, self.step.rows[0], self._wanted_rows, most)
         if side not in self._found:
             with torch.cuda.device_of(found[0]):  # through which pinned memory is made
                 self._found[side] = [torch.empty_like(t, device="cpu", pin_memory=t.is_cuda) for t in found]

@@ -22,10 +22,11 @@ from nibblelm.memory import free_memory, require_memory
 from nibblelm.models import family, open_model, tensor_plan
 from nibblelm.ops import PROMPT_TILE
 from nibblelm.pages import PAGE, page_count
+from nibblelm.prompt_steps import PREFILL_CHUNK, program_bytes, workspace_bytes
 from nibblelm.prompts import Prompt, prompt_ids, prompt_list
 from nibblelm.request import GenerationOutput, LogitsRequest, Request, StreamPiece, Timings
 from nibblelm.rope import rope_bytes
-from nibblelm.runner import PREFILL_CHUNK, Runner, program_bytes, workspace_bytes
+from nibblelm.runner import Runner
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Scheduler, least_pages, most_pages
 from nibblelm.speculation import speculation

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from nibblelm.choosing import Choice
 from nibblelm.errors import EngineError, RequestError
-from nibblelm.executor import Choice, Executor
+from nibblelm.executor import Executor
 from nibblelm.readers import Reader, Waker, collect
 from nibblelm.request import LogitsRequest, Request
 from nibblelm.runner import Runner
@@ -34,7 +35,6 @@ UNHURRIED_S = 0.05
 """Without a message for so long, the thread makes what prompts to come would wait for, a part of it at a time."""
 
 FEW = 4  # tokens of a step, handed out in less time than the event loop's thread takes to wake
-
 _ABORTED = object()
 
 

@@ -8,21 +8,18 @@ ahead.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import accumulate, chain, islice
-from math import isfinite, isnan
 
 import torch
 from torch import Tensor
 
-from nibblelm import ops
+from nibblelm import choosing
+from nibblelm.choosing import Choice
 from nibblelm.decode_steps import SampledSteps
-from nibblelm.errors import RequestError
-from nibblelm.ops import SamplingState
-from nibblelm.prompt_steps import Prompt
+from nibblelm.prompt_steps import PREFILL_CHUNK, Prompt
 from nibblelm.request import LogitsRequest, Request
-from nibblelm.runner import PREFILL_CHUNK, Runner
-from nibblelm.sampler import Sampled, Sampler, device_sampling, scored, unusable_logits
+from nibblelm.runner import Runner
+from nibblelm.sampler import Sampled, Sampler, device_sampling
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Chunk, Plan, Scheduler, Sequence
 from nibblelm.stats import Stats
@@ -31,8 +28,9 @@ STEP_ROWS = {"cpu": (), "cuda": (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 2
 """Rows that a decode step is filled up to with rows that nobody reads: on CUDA a program is captured for each count
 that occurs, which takes longer than a step and keeps memory; on the CPU a row costs more than its program."""
 
-Choice = Sampled | RequestError | None
-"""A token, why there is none, or None: the prompt was all that was to be computed."""
+_Landing = Iterator[list[tuple[Sequence, Choice]]]
+
+_NOTHING: _Landing = iter(())
 
 
 class Executor:
@@ -71,7 +69,8 @@ class Executor:
         runner.history[self._spare].clear()
         try:
             return runner.prepare_prompts(self._scheduler.beside) or (
-                runner.samples_on_device and runner.prepare_sampled(sizes, self._spare)
+                runner.samples_on_device
+                and (runner.prepare_sampled(sizes, self._spare) or runner.prepare_beside(sizes))
             )
         except torch.OutOfMemoryError:
             return False
@@ -86,21 +85,22 @@ class Executor:
             self._runner.set_tables(moved)
         for s in plan.moved:
             self._runner.set_prompt(s.slot, s.ids, s.prompt)
-        landing: Iterator[list[tuple[Sequence, Choice]]] = iter(())
+        landing, late = _NOTHING, _NOTHING
+        launches, beside = list(_launches(plan.chunks, PREFILL_CHUNK[self._runner.device.type])), None
         if self._runner.samples_on_device and not any(s.draft for s in plan.decodes):
             flying: list[Sequence] = []
             hosted: list[Sequence] = []
             for s in plan.decodes:
                 (flying if s.at_end and s.owner.sampler.runs_ahead else hosted).append(s)
-            landing = self._fly(flying, land, any(c.last == c.sequence.prompt for c in plan.chunks))
+            landing, late, beside = self._fly(flying, land, launches)
         else:
             assert not self.ahead
             self._flight, hosted = None, plan.decodes
         if hosted:
             yield from self._decode(hosted)
         ended: list[tuple[Sequence, Tensor]] = []
-        for chunks in _launches(plan.chunks, PREFILL_CHUNK[self._runner.device.type]):
-            logits = self._prefill(chunks)
+        for chunks in launches:
+            logits, beside = self._prefill(chunks, beside), None
             for i, s in enumerate(chunk.sequence for chunk in chunks):
                 if isinstance(s.owner, LogitsRequest):
                     if s.computed == len(s.ids):
@@ -110,10 +110,13 @@ class Executor:
         yield from landing
         self._behind = bool(plan.chunks) and not ended
         if ended:
-            yield self._first_tokens(ended)
+            first = self._first_tokens(ended)
+            yield from late
+            yield first
 
-    def _prefill(self, chunks: list[Chunk]) -> Tensor:
-        """Compute what is launched together. Returns the logits (1, vocab) after each chunk."""
+    def _prefill(self, chunks: list[Chunk], beside: Tensor | None) -> Tensor:
+        """Compute what is launched together. Returns the logits (1, vocab) after each chunk; those `beside` the flight
+        are launched."""
         request: Request | LogitsRequest = chunks[0].sequence.owner
         for chunk in chunks:
             chunk.sequence.owner.begin()
@@ -124,16 +127,14 @@ class Executor:
             request.take_rows(chunk.first, logits)
             logits = logits[-1:]
         else:
-            logits = self._runner.prefill_together(
-                [Prompt(c.sequence.ids[: c.last], c.sequence.slot, c.first, c.sequence.pages) for c in chunks]
-            )
+            logits = self._runner.prefill_together(_prompts(chunks)) if beside is None else beside
         for chunk in chunks:
             self._scheduler.advance(chunk.sequence, chunk.last)
         return logits
 
     def _first_tokens(self, ended: list[tuple[Sequence, Tensor]]) -> list[tuple[Sequence, Choice]]:
         """The tokens after prompts, from the logits (1, vocab) of each: all together, once the device has its work."""
-        chosen = _chosen([s for s, _ in ended], torch.cat([row for _, row in ended]))
+        chosen = choosing.choose([s for s, _ in ended], torch.cat([row for _, row in ended]))
         for s, _ in chosen:
             s.owner.prompt_done(s.reused)
         return chosen
@@ -150,12 +151,12 @@ class Executor:
             s.owner.drafted_tokens += len(s.draft)
             self._stats.drafts += bool(s.draft)
             self._stats.draft_tokens += len(s.draft)
-        together = [s for s in due if _draws(logits) and s.owner.sampler.runs_ahead]
+        together = [s for s in due if choosing.draws(logits) and s.owner.sampler.runs_ahead]
         if together:
             rows = [due[s] + i for s in together for i in range(1 + len(s.draft))]
-            yield from self._verify(together, _picked(logits, rows))
+            yield from self._verify(together, choosing.picked(logits, rows))
         while due := {s: row for s, row in due.items() if s not in together}:
-            chosen = _chosen(list(due), _picked(logits, list(due.values())))
+            chosen = choosing.choose(list(due), choosing.picked(logits, list(due.values())))
             right = [s for s, choice in chosen if self._accept(s, choice)]
             yield chosen
             due = {s: due[s] + 1 for s in right if s.running}
@@ -164,10 +165,10 @@ class Executor:
         """The same from all rows of sequences whose tokens need not be seen before the next is drawn, drawn at once."""
         samplers = [s.owner.sampler for s in members for _ in range(1 + len(s.draft))]
         drafts = [s.draft[:i] for s in members for i in range(1 + len(s.draft))]
-        drawn = iter(_drawn(samplers, logits, logits, drafts))
+        drawn = iter(choosing.draw(samplers, logits, logits, drafts))
         for s in members:
             for chosen in list(islice(drawn, 1 + len(s.draft))):
-                choice = _accepted(s.owner.sampler, chosen)
+                choice = choosing.accepted(s.owner.sampler, chosen)
                 right = self._accept(s, choice)
                 yield [(s, choice)]
                 if not (right and s.running):
@@ -182,33 +183,47 @@ class Executor:
         self._stats.accepted_tokens += right
         return right
 
-    def _fly(self, wanted: list[Sequence], land: bool, more_to_come: bool) -> Iterator[list[tuple[Sequence, Choice]]]:
+    def _fly(
+        self, wanted: list[Sequence], land: bool, launches: list[list[Chunk]]
+    ) -> tuple[_Landing, _Landing, Tensor | None]:
         """Launch a step of the flight; its tokens are for when the device has prompts to go on with. For other members
         than it has it is launched anew, once the step that it is ahead is used up.
 
-        land          nothing is ahead afterwards
-        more_to_come  members: after this step's prompts, for which the host waits. Where the device has those of the
-                      step before still to do, the flight has a step between the two, or its readers would wait for both
+        land      nothing is ahead afterwards
+        launches  prompts of this step. The first of them are computed in the flight's step where that can be
+
+        Returns tokens, those for after the tokens that follow prompts, and the logits of prompts that were launched.
         """
-        flight, steps = self._flight, 1
+        flight, steps, beside = self._flight, 1, None
+        ending = [any(c.last == c.sequence.prompt for c in chunks) for chunks in launches]
         goes_on = flight is not None and self._goes_on(flight, wanted)
         if flight is not None and not goes_on and flight.in_flight:
             self._flight = None
         elif wanted:
             if flight is None or not goes_on:
                 flight = self._launched(wanted)
-            # One that ends computes a row for nobody; a step of such rows alone is not launched.
-            between = more_to_come and self._behind and not land
-            ends = land or (more_to_come and not between)
-            flight.launch(last=ends or all(len(s.ids) + 1 >= s.limit for s in wanted))
-            steps = 2 if between and flight.in_flight > 1 else 1
+            if launches and not land and _can_be_beside(launches[0], wanted, flight):
+                beside = self._runner.prefill_beside(_prompts(launches[0]), flight)
+            if beside is not None:
+                # Where no prompt ends, the step is the one ahead: the next prompts' may follow it at once.
+                steps = flight.in_flight - (not any(ending))
+            else:
+                # The host waits for prompts that end. Where the device has others of the step before still to do, the
+                # flight has a step between the two, or its readers would wait for both.
+                between = any(ending) and self._behind and not land
+                ends = land or (any(ending) and not between)
+                # One that ends computes a row for nobody; a step of such rows alone is not launched.
+                flight.launch(last=ends or all(len(s.ids) + 1 >= s.limit for s in wanted))
+                steps = 2 if between and flight.in_flight > 1 else 1
         else:
             self._flight = None
-            return iter(())
+            return _NOTHING, _NOTHING, None
         # Others ended, or lost their pages, while the step was under way. Decided before prompts are computed: it would
         # be wrong of one that is among them again.
         due = [s if s is not None and s.at_end else None for s in self._members]
-        return chain.from_iterable(self._landed(flight, due) for _ in range(steps))
+        late = 1 if beside is not None and any(ending) else 0
+        landed = (chain.from_iterable(self._landed(flight, due) for _ in range(n)) for n in (steps - late, late))
+        return next(landed), next(landed), beside
 
     def _landed(self, flight: SampledSteps, due: list[Sequence | None]) -> Iterator[list[tuple[Sequence, Choice]]]:
         tokens = flight.next(last=True)
@@ -217,7 +232,7 @@ class Executor:
         for i, (s, token) in enumerate(zip(due, tokens, strict=False)):
             if s is not None and s.running:  # the step's first token may have been its last
                 self._scheduler.advance(s, s.computed + 1)
-                chosen.append((s, _accepted(s.owner.sampler, flight.logprobs.get(i) or Sampled(token))))
+                chosen.append((s, choosing.accepted(s.owner.sampler, flight.logprobs.get(i) or Sampled(token))))
         yield chosen
 
     def _goes_on(self, flight: SampledSteps, wanted: list[Sequence]) -> bool:
@@ -239,7 +254,9 @@ class Executor:
         greedy = Sampler(SamplingParams(temperature=0), vocab_size)
         samplers = [s.owner.sampler for s in members] + [greedy] * (len(ids) - len(members))
         self._members = list(members)
-        self._flight = self._runner.sampled_steps(ids, slots, device_sampling(samplers, vocab_size), _wanted(samplers))
+        self._flight = self._runner.sampled_steps(
+            ids, slots, device_sampling(samplers, vocab_size), choosing.wanted_scores(samplers)
+        )
         return self._flight
 
     def _rows(self, members: list[Sequence]) -> tuple[list[int], list[int], list[int]]:
@@ -256,6 +273,16 @@ class Executor:
     def _padded(self, rows: int) -> int:
         """Rows of the step that takes so many."""
         return next((count for count in self._step_rows if count >= rows), rows)
+
+
+def _prompts(chunks: list[Chunk]) -> list[Prompt]:
+    return [Prompt(c.sequence.ids[: c.last], c.sequence.slot, c.first, c.sequence.pages) for c in chunks]
+
+
+def _can_be_beside(chunks: list[Chunk], wanted: list[Sequence], flight: SampledSteps) -> bool:
+    """Whether prompts may be computed in the flight's next step, which some of its members still want."""
+    alone = chunks[0].sequence.owner.every_row or chunks[0].sequence.whole
+    return not alone and flight.has_room and any(len(s.ids) + flight.in_flight < s.limit for s in wanted)
 
 
 def _launches(chunks: Iterable[Chunk], room: int) -> Iterator[list[Chunk]]:
@@ -278,112 +305,3 @@ def _launches(chunks: Iterable[Chunk], room: int) -> Iterator[list[Chunk]]:
                 together, free = [], room
     if together:
         yield together
-
-
-def _draws(logits: Tensor) -> bool:
-    """Whether the device of these draws tokens."""
-    return logits.device.type == "cuda"
-
-
-def _picked(logits: Tensor, rows: list[int]) -> Tensor:
-    """These rows, without a copy where they follow each other."""
-    first = rows[0] if rows else 0
-    return logits[first : first + len(rows)] if rows == list(range(first, first + len(rows))) else logits[rows]
-
-
-def _chosen(members: list[Sequence], logits: Tensor) -> list[tuple[Sequence, Choice]]:
-    """The next token of each sequence, from its row of logits (M, vocab), or why there is none: drawn on the device
-    where that can be."""
-    chosen: list[tuple[Sequence, Choice]] = []
-    on_device = [_draws(logits) and not s.owner.sampler.on_host for s in members]
-    for choose, device in ((_choose_on_device, True), (_choose, False)):
-        rows = [i for i, own in enumerate(on_device) if own is device]
-        if rows:
-            part = logits if len(rows) == len(members) else logits[rows]
-            found = choose([members[i].owner.sampler for i in rows], part)
-            chosen += zip((members[i] for i in rows), found, strict=True)
-    return chosen
-
-
-def _choose_on_device(samplers: list[Sampler], logits: Tensor) -> list[Sampled | RequestError]:
-    """`_choose` by the kernel that draws the tokens to come."""
-    failed: dict[int, RequestError] = {}
-    allowed = logits
-    if any(sampler.guide is not None for sampler in samplers):
-        masks = torch.full((len(samplers), -(-logits.shape[1] // 32)), -1, dtype=torch.int32)
-        for i, sampler in enumerate(samplers):
-            try:
-                masks[i] = masks[i] if sampler.guide is None else sampler.allowed()[0]
-            except RequestError as error:
-                failed[i] = error
-        allowed = ops.mask_logits(logits, ops.to_device(masks, logits.device))
-    drawn = zip(samplers, _drawn(samplers, allowed, logits), strict=True)
-    return [failed.get(i) or _accepted(sampler, chosen) for i, (sampler, chosen) in enumerate(drawn)]
-
-
-def _drawn(
-    samplers: list[Sampler], logits: Tensor, raw: Tensor, drafts: list[list[int]] | None = None
-) -> list[Sampled]:
-    """What the device draws from each row of logits (M, vocab), as `device_sampling` has it, with the log-probabilities
-    that are wanted from the row's raw logits."""
-    state = device_sampling(samplers, logits.shape[1], drafts)
-    columns = ops.to_device(state.columns, logits.device)
-    wide = (None if t is None else ops.to_device(t, logits.device) for t in state.wide)
-    tokens = ops.sample(logits, SamplingState.over(columns, *wide))
-    chosen = [Sampled(token) for token in tokens.tolist()]
-    if wanted := _wanted(samplers):
-        rows = ops.to_device(torch.tensor(list(wanted)), logits.device)
-        found = ops.top_logprobs(raw, tokens, rows, max(wanted.values()))
-        scores = scored([chosen[i].token_id for i in wanted], [*wanted.values()], *found)
-        for i, one in zip(wanted, scores, strict=True):
-            chosen[i] = one
-    return chosen
-
-
-def _wanted(samplers: list[Sampler]) -> dict[int, int]:
-    """The rows whose log-probabilities are wanted, with how many of the most likely."""
-    return {i: s.params.logprobs for i, s in enumerate(samplers) if s.params.logprobs is not None}
-
-
-def _accepted(sampler: Sampler, chosen: Sampled) -> Sampled | RequestError:
-    """What the device chose: below 0 where no logit is finite. Where one is NaN, log-probabilities are, too."""
-    try:
-        if chosen.token_id < 0 or (chosen.logprob is not None and isnan(chosen.logprob)):
-            return unusable_logits("not finite")
-        sampler.accept(chosen.token_id)
-        return chosen
-    except RequestError as error:  # of its guide
-        return error
-
-
-def _choose(samplers: list[Sampler], logits: Tensor) -> list[Sampled | RequestError]:
-    """The next token of each sequence, from its row of logits (M, vocab), or why there is none."""
-    greedy: list[int] = ops.argmax(logits).tolist() if any(s.takes_argmax for s in samplers) else []
-    chosen: list[Sampled | RequestError] = []
-    with _one_torch_thread():
-        for i, sampler in enumerate(samplers):
-            try:
-                chosen.append(
-                    _argmax(sampler, logits[i], greedy[i]) if sampler.takes_argmax else sampler.sample(logits[i])
-                )
-            except RequestError as error:
-                chosen.append(error)
-    return chosen
-
-
-def _argmax(sampler: Sampler, row: Tensor, token_id: int) -> Sampled:
-    peak = float(row[token_id])
-    if not isfinite(peak):  # the kernel's argmax passes over NaN
-        raise unusable_logits(peak)
-    return sampler.accept(token_id)
-
-
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Sampling is too small to share out: torch's threads would wait for each other and for the kernels' own."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

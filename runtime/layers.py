@@ -17,6 +17,7 @@ from nibblelm.weights import PlanWeights, TensorSpec, Weights
 __all__ = [
     "Attention",
     "Decoder",
+    "DecoderModel",
     "Embedding",
     "Head",
     "HeadLayerNorm",
@@ -52,6 +53,7 @@ class Step:
     wanted: Value | None = None
     places: Value | None = None  # of rotary angles in their tables, where these are not the positions; or two streams
     context: Value | None = None  # how many tokens of a bidirectional prompt all others see
+    generated: int = 0  # of a step with tiles, so many tokens behind those of prompts
 
 
 class Linear:
@@ -262,7 +264,8 @@ class Attention:
         else:
             q, k, v = self._parts(qkv)
             q = q.append(k, v, step.positions, step.slots, places, **caches, **rotation)
-        return self.o(q.attention(step.positions, step.slots, step.tiles, step.context, **caches, **self.options))
+        options = {**caches, **self.options} | ({"generated": step.generated} if step.generated else {})
+        return self.o(q.attention(step.positions, step.slots, step.tiles, step.context, **options))
 
     def _rotation(self) -> dict[str, Any]:
         """The tables of angles as they are now, and how pairs lie; empty: nothing is rotated."""
@@ -364,3 +367,12 @@ class Decoder:
         for layer in self.layers:
             x = layer(x, step)
         return self.head(self.norm(x.rows(step.wanted)))
+
+
+class DecoderModel(Protocol):
+    """What models/<type>.py exports as `Model`."""
+
+    config: DecoderConfig
+    rope: Rope
+
+    def forward(self, step: Step) -> Value: ...

@@ -3,71 +3,34 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from nibblelm import ops
-from nibblelm.config import DecoderConfig
-from nibblelm.decode_steps import DecodeStep, SampledSteps
+from nibblelm.decode_steps import DecodeStep, Eager, SampledSteps
 from nibblelm.errors import RequestError
 from nibblelm.graph import Graph, Value, fused, record
 from nibblelm.kv_cache import KVCache, bytes_per_page
-from nibblelm.layers import Step
+from nibblelm.layers import DecoderModel, Step
 from nibblelm.memory import require_memory
+from nibblelm.mixed_steps import beside, prepare_beside
 from nibblelm.ops import SamplingState, prompt_tiles
 from nibblelm.pages import ROOT, page_count
-from nibblelm.prompt_steps import Prompt, PromptInputs, PromptStep
-from nibblelm.rope import Rope
-
-PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
-"""Most tokens of one prefill step; where a prompt is cut changes no bit."""
-
-_PROGRAM_ROWS = (16, 32, *range(64, 513, 64), *range(640, PREFILL_CHUNK["cuda"] + 1, 128))
-"""Rows of prefill steps that CUDA replays, filled up. Called one by one their 300 kernels keep Python, and so all who
-read tokens, waiting for 10 to 25 ms."""
-
-
-def program_bytes(config: DecoderConfig, device: torch.device, rows: int) -> int:
-    """About what captured programs keep: the intermediate results of the largest, over which the others write theirs,
-    and of all of them together the logits of so many rows."""
-    return 4 * config.vocab_size * rows + workspace_bytes(config, device) if device.type == "cuda" else 0
-
-
-def workspace_bytes(config: DecoderConfig, device: torch.device) -> int:
-    """About what one prefill chunk takes in activations, with the digits and shared sums of its matrix products."""
-    widest = max(2 * config.intermediate_size, config.heads * config.head_dim * 3)
-    return PREFILL_CHUNK[device.type] * (4 * config.hidden_size + 3 * widest) * 4 + (128 << 20)
-
-
-def _filled_up(tiles: Sequence[tuple[int, int]]) -> int:
-    """Tiles of the program that takes these."""
-    return 1 << (len(tiles) - 1).bit_length()
-
-
-class DecoderModel(Protocol):
-    """What models/<type>.py exports as `Model`."""
-
-    config: DecoderConfig
-    rope: Rope
-
-    def forward(self, step: Step) -> Value: ...
-
+from nibblelm.prompt_steps import (
+    PREFILL_CHUNK,
+    PROGRAM_ROWS,
+    Prompt,
+    PromptInputs,
+    PromptStep,
+    filled_up,
+    workspace_bytes,
+)
 
 _Kind = Literal["apart", "related", "sampled", "scored"]
 """Of decode steps: rows of different sequences; rows that may attend to each other; apart, with their tokens drawn; and
 with their logits kept beside that."""
-
-
-class _Eager:
-    """In place of a program: the step's own calls, every time."""
-
-    def __init__(self, body: Any, out: Tensor) -> None:
-        self._body, self._out = body, out
-
-    def replay(self) -> None:
-        self._out.copy_(self._body())
 
 
 class Runner:
@@ -86,7 +49,7 @@ class Runner:
         self.cache: Any = None
         if device.type == "cpu":
             ops.backend(device).keep_freed_memory()
-        self._graphs: dict[tuple[bool, bool, bool], Graph] = {}  # by what Step has, tiles and wanted, and `related`
+        self._graphs: dict[tuple[bool, bool, bool, int], Graph] = {}  # by what Step has, and `related`
         self._steps: dict[tuple[int, _Kind], DecodeStep] = {}
         self._states: dict[tuple[int, _Kind], SamplingState] = {}
         self._prompt_steps: dict[tuple[int, int], list[PromptStep]] = {}  # by rows and tiles; none: seen once
@@ -113,7 +76,7 @@ class Runner:
         self._results.clear()
         self._pool = None
         if held and self.device.type == "cuda":
-            with self._card(), ops.backend(self.device).between_captures():
+            with self.card(), ops.backend(self.device).between_captures():
                 torch.cuda.empty_cache()  # else torch keeps it, and the device does not count it as free
 
     def reserve(self, slots: int, pages: int | None = None) -> None:
@@ -157,7 +120,7 @@ class Runner:
 
     def set_tables(self, pages: Mapping[int, Sequence[int]]) -> None:
         """`set_pages` for several slots."""
-        with self._card():
+        with self.card():
             self.cache.set_tables(pages)
 
     def root(self, prompt: Sequence[int]) -> int:
@@ -183,7 +146,7 @@ class Runner:
         chunk, parts = len(ids) if self.bidirectional else PREFILL_CHUNK[self.device.type], []
         for first in range(start, len(ids), chunk):
             prompt = Prompt(ids[: min(first + chunk, len(ids))], slot, first)
-            with self._card():
+            with self.card():
                 parts.append(self._prefill([prompt], every_row))
         return torch.cat(parts) if every_row and len(parts) > 1 else parts[-1]
 
@@ -192,18 +155,29 @@ class Runner:
 
         Returns the logits (len(prompts), vocab) of the last token of each; fp32.
         """
-        with self._card():
+        with self.card():
             return self._prefill(prompts, every_row=False)
+
+    def prefill_beside(self, prompts: Sequence[Prompt], run: SampledSteps) -> Tensor | None:
+        """`prefill_together` and the next step of a run of other slots, as one step: weights are read once for both.
+
+        None where there is no program for so many: then nothing was launched.
+        """
+        with self.card():
+            logits = beside(self, prompts, run) if self.graph else None
+        for p in prompts if logits is not None else ():
+            self.history[p.slot] = list(p.ids)
+        return logits
 
     def _prefill(self, prompts: Sequence[Prompt], every_row: bool) -> Tensor:
         self.model.rope.reach(max(len(p.ids) for p in prompts))
         counts = [len(p.ids) - p.start for p in prompts]
         tiles, rows = prompt_tiles(counts), sum(counts)
-        key = next((count for count in _PROGRAM_ROWS if count >= rows), 0), _filled_up(tiles)
+        key = next((count for count in PROGRAM_ROWS if count >= rows), 0), filled_up(tiles)
         programmed = self.graph and self.device.type == "cuda" and key[0] and not every_row
         if programmed and key in self._prompt_steps:
             step = self._idle_step(*key)
-            self._prompt_inputs.put(step.staged, prompts, tiles, *key)
+            self.prompt_inputs.put(step.staged, prompts, tiles, *key)
             step.program.replay()
             step.done.record(torch.cuda.current_stream(self.device))
             logits = step.result.clone()
@@ -221,12 +195,12 @@ class Runner:
         """
         if not self.graph or self.device.type != "cuda":
             return False
-        for rows in _PROGRAM_ROWS:
-            key = rows, _filled_up(prompt_tiles([rows]))
+        for rows in PROGRAM_ROWS:
+            key = rows, filled_up(prompt_tiles([rows]))
             steps = self._prompt_steps.get(key)
             if rows > most or (steps is not None and len(steps) >= 2):
                 continue
-            with self._card():
+            with self.card():
                 if steps is None:
                     self._prefill_eagerly([], [], *key, every_row=False)
                     self._prompt_steps[key] = []
@@ -242,13 +216,18 @@ class Runner:
             self.sampled_steps([0] * count, [slot] * count, SamplingState.greedy(count, torch.device("cpu")))
         return count > 0
 
+    def prepare_beside(self, counts: Sequence[int]) -> bool:
+        """The same for `prefill_beside` a run of so many rows, once those are prepared."""
+        with self.card():
+            return prepare_beside(self, [self._steps[count, "sampled"] for count in counts if self.graph])
+
     def _prefill_eagerly(
         self, prompts: Sequence[Prompt], tiles: Sequence[tuple[int, int]], rows: int, room: int, every_row: bool
     ) -> Tensor:
         """The step of so many rows and tiles, kernel by kernel."""
-        inputs = torch.empty(sum(self._prompt_inputs.sizes(rows, room)), dtype=torch.int32)
-        self._prompt_inputs.put(inputs, prompts, tiles, rows, room)
-        return self._prompt_logits(ops.to_device(inputs, self.device), rows, room, every_row)
+        inputs = torch.empty(sum(self.prompt_inputs.sizes(rows, room)), dtype=torch.int32)
+        self.prompt_inputs.put(inputs, prompts, tiles, rows, room)
+        return self.prompt_logits(ops.to_device(inputs, self.device), rows, room, every_row)
 
     def _idle_step(self, rows: int, tiles: int) -> PromptStep:
         """A captured step whose inputs may be written. There are two where one is under way when the next is launched:
@@ -262,25 +241,36 @@ class Runner:
         return steps[-1]
 
     def _captured(self, rows: int, tiles: int) -> PromptStep:
-        staged = torch.zeros(sum(self._prompt_inputs.sizes(rows, tiles)), dtype=torch.int32, pin_memory=True)
+        staged = torch.zeros(sum(self.prompt_inputs.sizes(rows, tiles)), dtype=torch.int32, pin_memory=True)
+        result = self.result(tiles)
+        with self.capture(rows) as program:
+            inputs = ops.backend(self.device).read_pinned(torch.empty_like(staged, device=self.device), staged)
+            result.copy_(self.prompt_logits(inputs, rows, tiles, every_row=False))
+        return PromptStep(staged, program, result, torch.cuda.Event())
+
+    def result(self, tiles: int) -> Tensor:
+        """Where programs of so many tiles leave logits (tiles, V)."""
         if tiles not in self._results:
             shape = tiles, self.model.config.vocab_size
             self._results[tiles] = torch.empty(shape, dtype=torch.float32, device=self.device)
-        result = self._results[tiles]
-        with self._capture(rows) as program:
-            inputs = ops.backend(self.device).read_pinned(torch.empty_like(staged, device=self.device), staged)
-            result.copy_(self._prompt_logits(inputs, rows, tiles, every_row=False))
-        return PromptStep(staged, program, result, torch.cuda.Event())
+        return self._results[tiles]
 
     @property
-    def _prompt_inputs(self) -> PromptInputs:
+    def prompt_inputs(self) -> PromptInputs:
         return PromptInputs(self._token_rows, self.tables.shape[1], self.cache.slots, self.model.rope.rows)
 
-    def _prompt_logits(self, inputs: Tensor, rows: int, room: int, every_row: bool) -> Tensor:
-        tokens, table, wanted, slots, tables = inputs.split(self._prompt_inputs.sizes(rows, room))
+    def prompt_logits(
+        self, inputs: Tensor, rows: int, room: int, every_row: bool, decoded: Tensor | None = None
+    ) -> Tensor:
+        """From what `PromptInputs.put` wrote, on the device; `decoded`: the rows of a decode step, computed besides."""
+        generated = 0 if decoded is None else decoded.shape[1]
+        sizes = self.prompt_inputs.sizes(rows, room, generated)
+        tokens, table, wanted, slots, tables = inputs.split(sizes)
         self.cache.write_tables(slots, tables.view(room, -1))
-        inputs_of_tokens = self._inputs(tokens.view(-1, rows))
-        return self._graph(prompts=True, every_row=every_row)(*inputs_of_tokens, table.view(-1, 2), wanted)
+        tokens = tokens.view(-1, rows)
+        tokens = tokens if decoded is None else torch.cat([tokens, decoded], dim=1)
+        graph = self._graph(prompts=True, every_row=every_row, generated=generated)
+        return graph(*self._inputs(tokens), table.view(-1, 2), wanted)
 
     @property
     def _token_rows(self) -> int:
@@ -321,15 +311,19 @@ class Runner:
             rows = self._rows(ids, positions, slots)
             vocab = self.model.config.vocab_size if wide else 0
             own = SamplingState.greedy(len(ids), self.device, vocab)
-            with self._card():  # pinned memory, too, is made through the current card
+            with self.card():  # pinned memory, too, is made through the current card
                 host_ids = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=True)
+
+            def draw(logits: Tensor) -> Tensor:
+                return ops.sample(logits, own, rows[0], rows[1], host_ids)
 
             def body() -> Tensor:
                 logits = self._logits(rows)
-                drawn = ops.sample(logits, own, rows[0], rows[1], host_ids)
+                drawn = draw(logits)
                 return logits if wanted else drawn
 
-            self._steps[key], self._states[key] = replace(self._recorded(rows, body), host_ids=host_ids), own
+            step = replace(self._recorded(rows, body), host_ids=host_ids, draw=draw)
+            self._steps[key], self._states[key] = step, own
         own = self._states[key]
         ops.to_device(state.columns, self.device, out=own.columns)
         for target, source in zip(own.wide, state.wide, strict=True):
@@ -342,21 +336,22 @@ class Runner:
     def kernels_per_step(self, batch: int) -> int | None:
         """Kernels of the decode step for `batch` sequences, None where no program of it has run."""
         step = self._steps.get((batch, "sampled")) or self._steps.get((batch, "apart"))
-        return None if step is None or isinstance(step.program, _Eager) else len(step.program)
+        return None if step is None or isinstance(step.program, Eager) else len(step.program)
 
     def _logits(self, rows: Tensor, related: bool = False) -> Tensor:
         return self._graph(prompts=False, every_row=True, related=related)(*self._inputs(rows))
 
-    def _graph(self, prompts: bool, every_row: bool, related: bool = False) -> Graph:
+    def _graph(self, prompts: bool, every_row: bool, related: bool = False, generated: int = 0) -> Graph:
         """The ops from ids, positions and slots, of prompts also tiles and wanted, to the logits."""
-        key, extra = (prompts, every_row, related), 2 if self.bidirectional else int(self.model.rope.moves)
+        key, extra = (prompts, every_row, related, generated), 2 if self.bidirectional else int(self.model.rope.moves)
         if key not in self._graphs:
 
             def forward(ids: Value, positions: Value, slots: Value, *more: Value) -> Value:
                 places, context = (*more[:extra], None, None)[:2]
                 tiles, wanted = more[extra:] or (None, None)
                 wanted = None if every_row else wanted
-                return self.model.forward(Step(ids, positions, slots, self.cache, tiles, wanted, places, context))
+                step = Step(ids, positions, slots, self.cache, tiles, wanted, places, context, generated)
+                return self.model.forward(step)
 
             graph = record(forward, 3 + extra + 2 * prompts, self.device)
             self._graphs[key] = fused(graph, related) if self.graph else graph
@@ -364,17 +359,17 @@ class Runner:
 
     def _recorded(self, rows: Tensor, body: Any) -> DecodeStep:
         """`body` as a program. On CUDA it runs once before it is captured, since first use of a kernel loads it."""
-        with self._card():
+        with self.card():
             if not self.graph:
                 result = body()
-                return DecodeStep(rows, _Eager(body, result), result)
+                return DecodeStep(rows, Eager(body, result), result)
             if self.device.type == "cuda":
                 body()
-            with self._capture(rows.shape[1]) as program:
+            with self.capture(rows.shape[1]) as program:
                 result = body()
             return DecodeStep(rows, program, result)
 
-    def _capture(self, rows: int) -> AbstractContextManager[ops.Program]:
+    def capture(self, rows: int) -> AbstractContextManager[ops.Program]:
         """`ops.capture` into the programs' common memory. While it lasts, torch gives no free memory back to find room
         for more: where there may be too little for the largest yet, it does so before, which takes up to a second."""
         if self.device.type == "cuda" and rows > self._most_rows:
@@ -384,7 +379,7 @@ class Runner:
                     torch.cuda.empty_cache()
         return ops.capture(self.device, self._pool)
 
-    def _card(self) -> AbstractContextManager[object]:
+    def card(self) -> AbstractContextManager[object]:
         """The runner's card as the current one: once for a whole step is cheaper than for each of its ops."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 

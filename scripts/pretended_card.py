@@ -66,6 +66,12 @@ class Card:
             time.sleep(max(0.0, ends - time.perf_counter()))
         return self._logits[: len(prompts)]
 
+    def prefill_beside(self, prompts: Sequence[Any], run: "Steps") -> Any:
+        for p in prompts:
+            self.history[p.slot] = list(p.ids)
+        run.launch_beside(sum(len(p.ids) - p.start for p in prompts))
+        return self._logits[: len(prompts)]
+
     def sampled_steps(self, _: Sequence[int], slots: Sequence[int], *__: Any) -> "Steps":
         return Steps(self, list(slots))
 
@@ -81,6 +87,14 @@ class Steps:
     @property
     def in_flight(self) -> int:
         return len(self._ends)
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._ends) < 2
+
+    def launch_beside(self, tokens: int) -> None:
+        rows = len(self._slots)
+        self._ends.append(self._card.works(max(decode_s(rows), (tokens + rows) / PROMPT_TOKENS_S)))
 
     def launch(self, last: bool = False) -> None:
         while len(self._ends) < (1 if last else 2):

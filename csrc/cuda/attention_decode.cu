@@ -343,14 +343,6 @@ Choice choice(int heads) {
   return {kernel, F::kWarps * kWarp, bytes, compiled.ptxVersion >= 90 ? F::kHostCluster : 1, F::kParts};
 }
 
-// Of a few rows.
-template <class S, class T, bool kOptions, bool kFused>
-Choice choice_of_rows(int heads) {
-  if constexpr (kHasFewHeadsForm<S>)
-    if (heads <= kFewHeads) return choice<FewHeadsForm<S, T>, kOptions, kFused>(heads);
-  return choice<RowForm<S, T>, kOptions, kFused>(heads);
-}
-
 // With rotation, a soft-cap is the only option, of the head sizes of models that have one.
 template <class S>
 constexpr bool kCaps{S::kExact && S::D >= 128};
@@ -367,16 +359,16 @@ Choice choose(const AttentionArgs& a) {
                     room >= ManyForm<S, T>::kBytes + PartSpace<ManyForm<S, T>>::bytes(heads);
   if constexpr (!kFused)
     if (!S::kExact || has_options(a))
-      return many ? choice<ManyForm<S, T>, true, false>(heads) : choice_of_rows<S, T, true, false>(heads);
+      return many ? choice<ManyForm<S, T>, true, false>(heads) : choice<RowForm<S, T>, true, false>(heads);
   if constexpr (kFused && kCaps<S>)
     if (has_options(a))
-      return many ? choice<ManyForm<S, T>, true, true>(heads) : choice_of_rows<S, T, true, true>(heads);
+      return many ? choice<ManyForm<S, T>, true, true>(heads) : choice<RowForm<S, T>, true, true>(heads);
   if constexpr (S::kExact || kFused) {
     if (many) return choice<ManyForm<S, T>, false, kFused>(heads);
     if constexpr (S::kExact)
       if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<S, T>::kBytes)
         return choice<LongForm<S, T>, false, kFused>(heads);
-    return choice_of_rows<S, T, false, kFused>(heads);
+    return choice<RowForm<S, T>, false, kFused>(heads);
   }
 }
 

@@ -43,8 +43,8 @@ struct MergeSpace {
   static constexpr int D{F::D};
   static constexpr int kPitch{D + 4};  // keeps the lanes' stores off each other's banks
   static constexpr int kWarpBytes{Ring<F>::kWarpBytes};
-  static constexpr int kOutputBytes{F::kMostHeads * (kPitch * 4 + 8)};
-  static constexpr int kPartBytes{F::kMostHeads * (D * 4 + 8)};
+  static constexpr int kOutputBytes{kHeads * (kPitch * 4 + 8)};
+  static constexpr int kPartBytes{kHeads * (D * 4 + 8)};
   static_assert(kOutputBytes + (F::kCluster == 1 ? 0 : kGroup / F::kWarps * kPartBytes) <= kWarpBytes &&
                 kGroup % F::kWarps == 0);
   unsigned char* storage;
@@ -53,7 +53,7 @@ struct MergeSpace {
     return reinterpret_cast<float*>(storage + warp * kWarpBytes) + h * kPitch;
   }
   __device__ __forceinline__ float2* statistics(int warp) const {
-    return reinterpret_cast<float2*>(storage + warp * kWarpBytes + F::kMostHeads * kPitch * 4);
+    return reinterpret_cast<float2*>(storage + warp * kWarpBytes + kHeads * kPitch * 4);
   }
   // Sums over lanes and stores.
   __device__ __forceinline__ void store(Accumulator<F>& sum, int warp, int g, int j, int heads) const {
@@ -76,7 +76,7 @@ struct MergeSpace {
     return reinterpret_cast<float*>(storage + at) + h * D;
   }
   __device__ __forceinline__ float2* part_statistics(int rank) const {
-    return reinterpret_cast<float2*>(part(rank, F::kMostHeads));
+    return reinterpret_cast<float2*>(part(rank, kHeads));
   }
   // Quad d .. d + 3 of head h over all warps.
   __device__ __forceinline__ Triple merged(int h, int d) const {

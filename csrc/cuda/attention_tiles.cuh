@@ -58,15 +58,13 @@ struct HeadSize {
 
 // How a block is built; it changes the time, never the result. `Value`: of the cache, bf16 or int8_t. kClusterBlocks:
 // 1, or the parts of a group where the card has clusters. kPerMultiprocessor: blocks that shall fit. kMostParts: that a
-// block takes one after the other. kHeadsAtMost: that merging has room for. Only the number of warps shows in the
-// result, so all forms of a size have the same.
-template <class Size, class Value, int kRing, int kClusterBlocks, int kPerMultiprocessor, int kMostParts = 1,
-          int kHeadsAtMost = kHeads>
+// block takes one after the other. Only the number of warps shows in the result, so all forms of a size have the same.
+template <class Size, class Value, int kRing, int kClusterBlocks, int kPerMultiprocessor, int kMostParts = 1>
 struct Form : Size {
   using Size::D;
   using T = Value;
   static constexpr bool kInt8{std::is_same_v<T, int8_t>};
-  static constexpr int kWarps{D == 256 || !Size::kExact ? 2 : 4};
+  static constexpr int kWarps{D == 256 ? 2 : 4};
   static constexpr int kRingBytes{kRing};
   static constexpr int kTiles{kRing / (2 * kTile * D * static_cast<int>(sizeof(T)))};  // of keys and values
   // Behind the ring the scales of the keys and of the values of each tile.
@@ -75,36 +73,20 @@ struct Form : Size {
   static constexpr int kHostCluster{kClusterBlocks}, kCluster{kArchitecture >= 90 ? kClusterBlocks : 1};
   static constexpr int kBlocks{kPerMultiprocessor};
   static constexpr int kParts{kMostParts};
-  static constexpr int kMostHeads{kHeadsAtMost};
 };
 
 // Measured on the H200. At most 128 registers a thread and 67 KB: beside a block of the linears, whose weights then
 // come while this one works and the other way round; of a batch, three to a multiprocessor.
-template <class S>
-constexpr int kRowRing{S::D == 256 ? 96 << 10
-                       : S::kExact ? 64 << 10
-                                   : 48 << 10};
 template <class S, class T>
-using RowForm = Form<S, T, kRowRing<S>, kGroup, S::D == 256 ? 2 : 4>;
-// The same where each KV head has few: what merging needs does not keep these from fitting beside the linears, and two
-// of less than 128 do.
-constexpr int kFewHeads{4};
-template <class S>
-constexpr bool kHasFewHeadsForm{S::D == 256 || !S::kExact};
-template <class S, class T>
-using FewHeadsForm = Form<S, T, (S::D == 256 ? 64 : 32) << 10, kGroup, S::D == 256 ? 2 : 8, 1, kFewHeads>;
+using RowForm = Form<S, T, S::D == 256 ? 96 << 10 : 64 << 10, kGroup, S::D == 256 ? 2 : 4>;
 // One row that may be long: no two blocks on one multiprocessor, and no clusters, which would crowd some parts of the
 // device and leave others empty.
 template <class S, class T>
 using LongForm = Form<S, T, 128 << 10, 1, 1>;
 // Many rows: a block has one to itself, or a good length of it, and streams through its parts without a pause. A third
 // block hides more of the way to the first tile than a longer ring.
-template <class S>
-constexpr int kManyBlocks{S::D == 256 ? 2
-                          : S::kExact ? 3
-                                      : 5};
 template <class S, class T>
-using ManyForm = Form<S, T, 32 << 10, 1, kManyBlocks<S>, kGroup>;
+using ManyForm = Form<S, T, 32 << 10, 1, S::D == 256 ? 2 : 3, kGroup>;
 
 // A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
 // place is exclusive-ored with the row (or pair of rows of 64 bytes), so that neither copies nor ldmatrix meet bank

@@ -244,6 +244,7 @@ def attention(
     starts: Tensor | None = None,
     mask: Tensor | None = None,
     tiles: Tensor | None = None,
+    generated: int = 0,
 ) -> Tensor:
     """Causal attention of new tokens against the cache, by online softmax (Milakov & Gimelshein 2018).
 
@@ -260,10 +261,11 @@ def attention(
     tiles  (T, 2) int32, the first row and the number of rows of each tile: the rows are prompts, and those of a tile
            belong to one slot, so that a device may take its tiled prefill kernel. A tile has at most PROMPT_TILE rows,
            or none; the result of a row in no tile is undefined. A device may not see whether this holds
+    generated  with tiles, no prefix_lengths and no mask: so many rows behind all of theirs are as without tiles
     """
     options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
     inputs = (q, k_cache, v_cache, slots, positions, tables, scale, window)
-    return backend(q.device).attention(*inputs, *options, tiles)
+    return backend(q.device).attention(*inputs, *options, tiles, generated)
 
 
 def attention_mask(scores: Tensor, mask: Tensor, value: float = -10000.0) -> Tensor:

@@ -313,8 +313,9 @@ def attention(
     starts: Tensor | None,
     mask: Tensor | None,
     tiles: Tensor | None,
+    generated: int,
 ) -> Tensor:
-    del tiles  # one kernel for all
+    del tiles, generated  # one kernel for all
     cache, kv_heads, width = _cache(k_cache, v_cache, tables)
     stride, (m, heads, _) = _rows("q", q, 3, (None, None, width)), q.shape
     if heads % kv_heads or window < 0:

@@ -131,8 +131,9 @@ def _attention_args(
     window: int,
     options: AttentionOptions,
     tiles: Tensor | None,
+    out: Tensor | None = None,
 ) -> tuple[Any, Tensor, object]:
-    """The launchers' argument, the result, and what is to be kept until the launch."""
+    """The launchers' argument, the result (in `out` if given), and what is to be kept until the launch."""
     softcap, alibi_slopes, prefix_lengths, starts, mask = options
     m, heads, head_dim = q.shape
     if tiles is not None:
@@ -153,7 +154,7 @@ def _attention_args(
     )  # fmt: skip
     table = tiles is None or (tiles.ndim == 2 and tiles.shape[1] == 2 and tiles.is_contiguous())
     require_arguments(table and (tiles is None or tiles.dtype == torch.int32), "attention", "tiles (T, 2) int32", tiles)
-    out = torch.empty(m, heads * head_dim, dtype=q.dtype, device=q.device)
+    out = torch.empty(m, heads * head_dim, dtype=q.dtype, device=q.device) if out is None else out
     args = kernels.AttentionArgs(
         q=q.data_ptr(), out=out.data_ptr(), cache=cache, slopes=address(alibi_slopes),
         prefix=address(prefix_lengths), starts=address(starts), mask=address(mask), tiles=address(tiles),
@@ -182,10 +183,22 @@ def attention(
     starts: Tensor | None,
     mask: Tensor | None,
     tiles: Tensor | None,
+    generated: int,
 ) -> Tensor:
     options = (softcap, alibi_slopes, prefix_lengths, starts, mask)
-    args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, options, tiles)
-    (kernels.attention_decode if tiles is None else kernels.attention_prefill)(args, *launch_args())
+    if not generated:
+        args, out, _kept = _attention_args(q, k_cache, v_cache, slots, positions, tables, scale, window, options, tiles)
+        (kernels.attention_decode if tiles is None else kernels.attention_prefill)(args, *launch_args())
+        return out
+    require_arguments(
+        tiles is not None and 0 < generated < len(q) and prefix_lengths is None and mask is None,
+        "attention", f"generated {generated} > 0: fewer than the rows, tiles, no prefix_lengths, no mask", q, tiles,
+    )  # fmt: skip
+    first, out = len(q) - generated, torch.empty(len(q), q.shape[1] * q.shape[2], dtype=q.dtype, device=q.device)
+    for part, own in ((slice(first), tiles), (slice(first, None), None)):
+        where = slots[part], positions[part], tables
+        args, _, _kept = _attention_args(q[part], k_cache, v_cache, *where, scale, window, options, own, out[part])
+        (kernels.attention_decode if own is None else kernels.attention_prefill)(args, *launch_args())
     return out
 
 

@@ -19,9 +19,9 @@ from nibblelm.memory import require_memory
 from nibblelm.models import family
 from nibblelm.ops import SamplingState, cuda
 from nibblelm.pages import page_count
-from nibblelm.prompt_steps import Prompt
+from nibblelm.prompt_steps import Prompt, program_bytes
 from nibblelm.random_weights import RandomWeights
-from nibblelm.runner import Runner, program_bytes
+from nibblelm.runner import Runner
 
 USABLE, REASON = ops.cuda_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]

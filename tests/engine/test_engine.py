@@ -13,7 +13,7 @@ from nibblelm import LLM, SamplingParams, convert
 from nibblelm.errors import CheckpointError, ConfigError, DeviceError, RequestError
 from nibblelm.models import family
 from nibblelm.pages import PAGE
-from nibblelm.runner import program_bytes
+from nibblelm.prompt_steps import program_bytes
 from nibblelm.shapes import SHAPES
 
 GOLDEN = (

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from nibblelm import LLM, SamplingParams, decode_steps, engine_core, executor, scheduler
+from nibblelm import LLM, SamplingParams, choosing, decode_steps, engine_core, executor, scheduler
 from nibblelm.decode_steps import DecodeStep, SampledSteps
 from nibblelm.ops import PAGE, SamplingState
+from nibblelm.prompt_steps import Prompt
 from nibblelm.runner import Runner
 from nibblelm.sampler import Sampled
 from nibblelm.scheduler import Scheduler
@@ -61,27 +62,43 @@ def _sampled_steps(
 launched: list[int] = []
 
 
+def _prefill_beside(self: Runner, prompts: Sequence[Prompt], run: SampledSteps) -> torch.Tensor | None:
+    """As the two steps of which it is one on a card; of some sizes there are no programs."""
+    if (count := sum(len(p.ids) - p.start for p in prompts)) % 5 == 0:
+        return None
+    run.launch_in(run.step.program)
+    joined.append(count)
+    return self.prefill_together(prompts)
+
+
+joined: list[int] = []
+
+
 def test_rows_are_picked_in_any_order() -> None:
     logits = torch.arange(6).view(6, 1)
     for rows in ([], [2], [1, 2, 3], [3, 1, 5], [5, 3, 4], [0, 2, 2]):
-        assert executor._picked(logits, rows).flatten().tolist() == rows
+        assert choosing.picked(logits, rows).flatten().tolist() == rows
 
 
 @pytest.fixture
 def flying(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "samples_on_device", True)
     monkeypatch.setattr(Runner, "sampled_steps", _sampled_steps)
+    monkeypatch.setattr(Runner, "prefill_beside", _prefill_beside)
     monkeypatch.setattr(decode_steps.torch.cuda, "Event", _Event)
     monkeypatch.setattr(decode_steps.torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setitem(executor.STEP_ROWS, "cpu", (1, 2, 4, 8, 16))
 
 
-@pytest.mark.parametrize(("pages", "longest"), [(None, 100), (14, 100), (None, 400)])
+@pytest.mark.parametrize(
+    ("pages", "longest", "crowd"), [(None, 100, 8), (14, 100, 99), (None, 400, 8), (None, 400, 99)]
+)
 def test_members_that_leave_change_nothing(
-    data_dir: Path, flying: None, monkeypatch: pytest.MonkeyPatch, pages: int | None, longest: int
+    data_dir: Path, flying: None, monkeypatch: pytest.MonkeyPatch, pages: int | None, longest: int, crowd: int
 ) -> None:
     """Outputs of 1 to 90 tokens at a time, in a pool that holds all of them or is too small for that; prompts of one
-    part or of several."""
+    part or of several, many of them together or not."""
+    monkeypatch.setattr(scheduler, "CROWD", crowd)
     folder = data_dir / "checkpoints" / "stories260K"
     draw = random.Random(7)
     prompts = [[draw.randrange(3, 500) for _ in range(draw.randint(1, longest))] for _ in range(24)]
@@ -97,6 +114,7 @@ def test_members_that_leave_change_nothing(
         outputs = [alone.generate([p], one)[0] for p, one in zip(prompts, params, strict=True)]
     want = [output.token_ids for output in outputs]
     launched.clear()
+    joined.clear()
     size = None if pages is None else pages * alone.kv_bytes // alone.kv_tokens * 64
     llm = LLM(folder, device="cpu", dtype="fp32", max_sequences=16, kv_memory=size)
     if pages is None:  # nobody is preempted, and computed again
@@ -110,6 +128,7 @@ def test_members_that_leave_change_nothing(
             values, exact = ([one.logprob, *(x for _, x in one.top)] for one in (ours, host))
             assert values == pytest.approx(exact, abs=1e-5)
     assert len(launched) < sum(map(len, want)) // 8, "a flight goes on when members leave it"
+    assert len(joined) > (3 if crowd < len(prompts) else 8), "prompts are computed in the steps of those that generate"
 
 
 @pytest.mark.parametrize("sequences", [1, 3])

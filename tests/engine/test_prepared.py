@@ -29,9 +29,11 @@ def _with_device(device: Any, method: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def _prompt_logits(self: Runner, inputs: Tensor, rows: int, room: int, every_row: bool) -> Tensor:
+def _prompt_logits(
+    self: Runner, inputs: Tensor, rows: int, room: int, every_row: bool, decoded: Tensor | None = None
+) -> Tensor:
     """Without the rows and tiles that fill a step up, which the CPU's kernels would refuse."""
-    tokens, table, wanted, slots, tables = inputs.split(self._prompt_inputs.sizes(rows, room))
+    tokens, table, wanted, slots, tables = inputs.split(self.prompt_inputs.sizes(rows, room))
     self.cache.write_tables(slots, tables.view(room, -1))
     tokens, tiles = tokens.view(-1, rows), table.view(-1, 2)
     tokens, tiles = tokens[:, tokens[2] >= 0], tiles[tiles[:, 1] > 0]
@@ -61,11 +63,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int] | str]:
 
     def captured(self: Runner, rows: int, tiles: int) -> PromptStep:
         made.append((rows, tiles))
-        staged = torch.zeros(sum(self._prompt_inputs.sizes(rows, tiles)), dtype=torch.int32)
+        staged = torch.zeros(sum(self.prompt_inputs.sizes(rows, tiles)), dtype=torch.int32)
         result = torch.empty(tiles, self.model.config.vocab_size)
 
         def replay() -> None:
-            result.copy_(self._prompt_logits(staged, rows, tiles, False))
+            result.copy_(self.prompt_logits(staged, rows, tiles, False))
 
         return PromptStep(staged, SimpleNamespace(replay=replay), result, _Event())  # pyright: ignore[reportArgumentType]
 
@@ -75,10 +77,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int] | str]:
 
     monkeypatch.setattr(Runner, "_prefill", _with_device(CARD, Runner._prefill))
     monkeypatch.setattr(Runner, "prepare_prompts", _with_device(CARD, Runner.prepare_prompts))
-    monkeypatch.setattr(Runner, "_prompt_logits", _with_device(CPU, _prompt_logits))
+    monkeypatch.setattr(Runner, "prompt_logits", _with_device(CPU, _prompt_logits))
     monkeypatch.setattr(Runner, "_captured", _with_device(CPU, captured))
     monkeypatch.setattr(Runner, "_prefill_eagerly", run)
-    monkeypatch.setattr(Runner, "_card", _with_device(CPU, Runner._card))
+    monkeypatch.setattr(Runner, "card", _with_device(CPU, Runner.card))
     monkeypatch.setattr(runner.ops, "to_device", lambda t, device, out=None: t.clone() if out is None else out.copy_(t))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     return made

@@ -20,7 +20,7 @@ VOCABULARY, CONTEXT = 64, 2000
 class Steps:
     """SampledSteps of a device that needs no time: every token is 7."""
 
-    in_flight = True
+    in_flight = has_room = True
     logprobs: ClassVar[dict[int, Any]] = {}
 
     def __init__(self, runner: "Device", slots: list[int]) -> None:
@@ -59,6 +59,9 @@ class Device:
         return torch.zeros(len(prompts), VOCABULARY)
 
     bidirectional = False
+
+    def prefill_beside(self, prompts: list[Prompt], steps: Steps) -> None:
+        pass
 
     def set_prompt(self, slot: int, ids: list[int], length: int) -> None:
         pass

@@ -215,7 +215,7 @@ def test_long_prompt_crosses_prefill_chunks(tmp_path: Path, monkeypatch: pytest.
     with torch.inference_mode():
         want = load_reference(folder)(torch.tensor([ids])).logits[0]
     whole = LLM(folder, device="cpu", dtype="fp32").logits(ids)
-    monkeypatch.setitem(__import__("nibblelm.runner", fromlist=["PREFILL_CHUNK"]).PREFILL_CHUNK, "cpu", 64)
+    monkeypatch.setitem(__import__("nibblelm.prompt_steps", fromlist=["PREFILL_CHUNK"]).PREFILL_CHUNK, "cpu", 64)
     cut = LLM(folder, device="cpu", dtype="fp32").logits(ids)
     assert relative_error(whole, want).max() <= 2e-4
     assert relative_error(cut, whole).max() <= 1e-5
