@@ -49,8 +49,8 @@ def prepare_beside(runner: "Runner", steps: Sequence[DecodeStep]) -> bool:
 
 
 def _room(size: int) -> int:
-    """Tiles of a step of so many rows of prompts: twice those of one prompt, for several shorter ones."""
-    return 2 * filled_up(ops.prompt_tiles([size]))
+    """Tiles of a step of so many rows of prompts: more than one prompt has, for several shorter ones."""
+    return max(4, 2 * filled_up(ops.prompt_tiles([size])))
 
 
 def _captured(runner: "Runner", step: DecodeStep, size: int) -> MixedStep:

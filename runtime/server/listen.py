@@ -91,6 +91,7 @@ def configured(app: ASGIApp) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # who asks is of no account
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=2,
     )
