@@ -364,8 +364,6 @@ class _Core:
             if choice is None:
                 item, last = request.output(), True
             else:
-                if not isinstance(choice, RequestError):
-                    sequence.ids.append(choice.token_id)
                 item = request.accept(choice)
                 last = item.output is not None
                 if item.token_id is not None:

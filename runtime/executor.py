@@ -16,6 +16,7 @@ from torch import Tensor
 from nibblelm import choosing
 from nibblelm.choosing import Choice
 from nibblelm.decode_steps import SampledSteps
+from nibblelm.pages import PAGE
 from nibblelm.prompt_steps import PREFILL_CHUNK, Prompt
 from nibblelm.request import LogitsRequest, Request
 from nibblelm.runner import Runner
@@ -80,15 +81,10 @@ class Executor:
 
         A sequence with a draft is due several. `land`: nothing is ahead after this step, which has no drafts.
         """
-        prompts = {c.sequence for c in plan.chunks if not c.sequence.owner.every_row}  # whose pages go with the tokens
-        if moved := {s.slot: s.pages for s in plan.moved if s not in prompts}:
-            self._runner.set_tables(moved)
-        for s in plan.moved:
-            self._runner.set_prompt(s.slot, s.ids, s.prompt)
-        landing, late = _NOTHING, _NOTHING
+        self._set_moved(plan)
+        landing, late, flying = _NOTHING, _NOTHING, list[Sequence]()
         launches, beside = list(_launches(plan.chunks, PREFILL_CHUNK[self._runner.device.type])), None
         if self._runner.samples_on_device and not any(s.draft for s in plan.decodes):
-            flying: list[Sequence] = []
             hosted: list[Sequence] = []
             for s in plan.decodes:
                 (flying if s.at_end and s.owner.sampler.runs_ahead else hosted).append(s)
@@ -101,18 +97,38 @@ class Executor:
         ended: list[tuple[Sequence, Tensor]] = []
         for chunks in launches:
             logits, beside = self._prefill(chunks, beside), None
-            for i, s in enumerate(chunk.sequence for chunk in chunks):
-                if isinstance(s.owner, LogitsRequest):
-                    if s.computed == len(s.ids):
-                        yield [(s, None)]
-                elif s.computed == len(s.ids):
-                    ended.append((s, logits[i : i + 1]))
-        yield from landing
+            done = [
+                (s, logits[i : i + 1]) for i, s in enumerate(c.sequence for c in chunks) if s.computed == len(s.ids)
+            ]
+            if computed := [(s, None) for s, _ in done if isinstance(s.owner, LogitsRequest)]:
+                yield computed
+            ended += [(s, row) for s, row in done if not isinstance(s.owner, LogitsRequest)]
         self._behind = bool(plan.chunks) and not ended
+        goes_on = flying if not land else []  # with whoever joins them
+        for chosen in landing:
+            self._go_on(goes_on if not ended else [])
+            yield chosen
         if ended:
-            first = self._first_tokens(ended)
-            yield from late
+            first, others = self._first_tokens(ended), list(late)
+            self._go_on(goes_on and [*goes_on, *(s for s, _ in first)])
+            yield from others
             yield first
+
+    def _set_moved(self, plan: Plan) -> None:
+        """Tell the runner of slots and pages that have changed, but for those of prompts: they go with the tokens."""
+        prompts = {c.sequence for c in plan.chunks if not c.sequence.owner.every_row}
+        if moved := {s.slot: s.pages for s in plan.moved if s not in prompts}:
+            self._runner.set_tables(moved)
+        for s in plan.moved:
+            self._runner.set_prompt(s.slot, s.ids, s.prompt)
+
+    def _go_on(self, members: list[Sequence]) -> None:
+        """Launch the next step of those that have a token to feed it before any is handed out, if nothing is ahead: the
+        device would wait meanwhile. Those that turn out to have ended leave it. One may have to get a page before."""
+        going = [s for s in members if s.at_end and not s.parked and len(s.ids) < s.limit]
+        going = [s for s in going if s.owner.sampler.runs_ahead]
+        if going and not self.ahead and all(s.computed < len(s.pages) * PAGE for s in going):
+            self._launched(going).launch(last=True)
 
     def _prefill(self, chunks: list[Chunk], beside: Tensor | None) -> Tensor:
         """Compute what is launched together. Returns the logits (1, vocab) after each chunk; those `beside` the flight
@@ -135,7 +151,8 @@ class Executor:
     def _first_tokens(self, ended: list[tuple[Sequence, Tensor]]) -> list[tuple[Sequence, Choice]]:
         """The tokens after prompts, from the logits (1, vocab) of each: all together, once the device has its work."""
         chosen = choosing.choose([s for s, _ in ended], torch.cat([row for _, row in ended]))
-        for s, _ in chosen:
+        for s, choice in chosen:
+            _append(s, choice)
             s.owner.prompt_done(s.reused)
         return chosen
 
@@ -177,6 +194,7 @@ class Executor:
     def _accept(self, s: Sequence, choice: Choice) -> bool:
         """The token after the newest one is chosen. Whether it was drafted so, and the next row counts."""
         self._scheduler.advance(s, s.computed + 1)
+        _append(s, choice)
         right = isinstance(choice, Sampled) and s.draft[:1] == [choice.token_id]
         s.draft = s.draft[1:] if right else []
         s.owner.accepted_tokens += right
@@ -232,7 +250,9 @@ class Executor:
         for i, (s, token) in enumerate(zip(due, tokens, strict=False)):
             if s is not None and s.running:  # the step's first token may have been its last
                 self._scheduler.advance(s, s.computed + 1)
-                chosen.append((s, choosing.accepted(s.owner.sampler, flight.logprobs.get(i) or Sampled(token))))
+                choice = choosing.accepted(s.owner.sampler, flight.logprobs.get(i) or Sampled(token))
+                _append(s, choice)
+                chosen.append((s, choice))
         yield chosen
 
     def _goes_on(self, flight: SampledSteps, wanted: list[Sequence]) -> bool:
@@ -273,6 +293,11 @@ class Executor:
     def _padded(self, rows: int) -> int:
         """Rows of the step that takes so many."""
         return next((count for count in self._step_rows if count >= rows), rows)
+
+
+def _append(s: Sequence, choice: Choice) -> None:
+    if isinstance(choice, Sampled):
+        s.ids.append(choice.token_id)
 
 
 def _prompts(chunks: list[Chunk]) -> list[Prompt]:

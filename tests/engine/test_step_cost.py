@@ -158,7 +158,7 @@ def test_readers_wait_for_one_part_of_a_prompt_at_a_time() -> None:
     first, second = add(10, 40), add(10, 12)
     steps(3)
     third = add(300, 20)
-    assert steps(5) == "DPDPDPDPDP", "the second ends on the way"
+    assert steps(5) == "DPDPDPDPDPD", "the second ends on the way, and the first goes on before tokens are handed out"
     while core.finished < 3:
         steps(1)
     assert [len(handle.result().output.token_ids) for handle in (first, second, third)] == [40, 12, 20]
