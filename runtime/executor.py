@@ -100,7 +100,8 @@ class Executor:
             done = [
                 (s, logits[i : i + 1]) for i, s in enumerate(c.sequence for c in chunks) if s.computed == len(s.ids)
             ]
-            if computed := [(s, None) for s, _ in done if isinstance(s.owner, LogitsRequest)]:
+            computed: list[tuple[Sequence, Choice]] = [(s, None) for s, _ in done if isinstance(s.owner, LogitsRequest)]
+            if computed:
                 yield computed
             ended += [(s, row) for s, row in done if not isinstance(s.owner, LogitsRequest)]
         self._behind = bool(plan.chunks) and not ended

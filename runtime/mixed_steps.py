@@ -3,23 +3,37 @@ steps. They have the bits of the two, since a row's do not depend on who shares 
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.decode_steps import IDLE, DecodeStep, MixedStep, SampledSteps
-from nibblelm.prompt_steps import MIXED_ROWS, Prompt, filled_up
-
-if TYPE_CHECKING:
-    from nibblelm.runner import Runner
+from nibblelm.layers import DecoderModel
+from nibblelm.prompt_steps import MIXED_ROWS, Prompt, PromptInputs, filled_up
 
 PREPARED = (64, 128, 192)
 """Rows of prompts for which an idle engine captures steps; others are captured when they are wanted again."""
 
 
-def beside(runner: "Runner", prompts: Sequence[Prompt], run: SampledSteps) -> Tensor | None:
+class Runs(Protocol):
+    """What is asked of a Runner."""
+
+    model: DecoderModel
+    device: torch.device
+
+    @property
+    def prompt_inputs(self) -> PromptInputs: ...
+    def result(self, tiles: int) -> Tensor: ...
+    def capture(self, rows: int) -> AbstractContextManager[ops.Program]: ...
+    def prompt_logits(
+        self, inputs: Tensor, rows: int, room: int, every_row: bool, decoded: Tensor | None = None
+    ) -> Tensor: ...
+
+
+def beside(runner: Runs, prompts: Sequence[Prompt], run: SampledSteps) -> Tensor | None:
     """`Runner.prefill_beside`, on the runner's card."""
     counts = [len(p.ids) - p.start for p in prompts]
     tiles, size = ops.prompt_tiles(counts), next((size for size in MIXED_ROWS if size >= sum(counts)), 0)
@@ -38,7 +52,7 @@ def beside(runner: "Runner", prompts: Sequence[Prompt], run: SampledSteps) -> Te
     return step.result[: len(prompts)].clone()
 
 
-def prepare_beside(runner: "Runner", steps: Sequence[DecodeStep]) -> bool:
+def prepare_beside(runner: Runs, steps: Sequence[DecodeStep]) -> bool:
     """`Runner.prepare_beside`: one of the programs that these decode steps lack. False: there are all."""
     for step in steps:
         for size in PREPARED:
@@ -53,7 +67,7 @@ def _room(size: int) -> int:
     return max(4, 2 * filled_up(ops.prompt_tiles([size])))
 
 
-def _captured(runner: "Runner", step: DecodeStep, size: int) -> MixedStep:
+def _captured(runner: Runs, step: DecodeStep, size: int) -> MixedStep:
     rows, room = step.rows.shape[1], _room(size)
     nothing = torch.empty(sum(runner.prompt_inputs.sizes(size, room, rows)), dtype=torch.int32)
     runner.prompt_inputs.put(nothing, [], [], size, room, rows)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nibblelm import LLM, GenerationOutput, SamplingParams, convert, executor, ops
+from nibblelm import LLM, GenerationOutput, SamplingParams, choosing, convert, ops
 from nibblelm.engine import STEP_TOKENS
 from nibblelm.engine_core import Engine
 from nibblelm.errors import RequestError
@@ -162,7 +162,7 @@ def plain(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
     """Without drafts. "cpu-draws": tokens are drawn as on CUDA, by the definition of the kernel that does so there."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "cpu-draws":
-            patch.setattr(executor, "_draws", lambda logits: True)
+            patch.setattr(choosing, "draws", lambda logits: True)
         yield LLM(folder, device=request.param.removesuffix("-draws"))
 
 
