@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 import time
 import warnings
@@ -13,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from nibblelm import __version__
+from nibblelm import __version__, _cpu
 from nibblelm.checkpoint import Checkpoint
 from nibblelm.checkpoint.journal import Journal
 from nibblelm.checkpoint.work_folder import WorkFolder
@@ -105,7 +104,7 @@ def convert(
         raise ConvertError("the destination is an empty path; name a folder")
     rules = (keep,) if isinstance(keep, str) else tuple(keep)
     options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, dtype, rotate, samples, seed)
-    arguments = (calibration, device, parse_size(max_shard_size), strict, threads or _cores())
+    arguments = (calibration, device, parse_size(max_shard_size), strict, threads or _cpu.usable_cores())
     checkpoint = open_model(src)
     if max_size is not None and target_kl is None:
         raise ConvertError("max_size limits what target_kl promotes; give a target_kl too")
@@ -166,10 +165,6 @@ def _convert(
         write_json(work.path / "config.json", output_config(checkpoint.config, units, options))
         work.commit()
     return dataclasses.replace(report, reused_tensors=conversion.reused)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _plan(checkpoint: Checkpoint, options: Options, strict: bool) -> list[Unit]:

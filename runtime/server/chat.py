@@ -34,13 +34,23 @@ class Chat:
     asked: int | None
 
 
-def read_chat(f: Fields, generation_config: dict[str, Any]) -> Chat:
+def read_chat(service: Service, f: Fields) -> Chat:
     """The request of a body's fields, but for `model`. Raises ApiError 400."""
     messages, tools = read_messages(f), read_tools(f)
     choice = read_tool_choice(f, tools)
     forced = [] if choice in (None, "none", "auto") else tools
     if choice is not None and choice.startswith("function:"):
         forced = [tool for tool in tools if tool["function"]["name"] == choice.removeprefix("function:")]
+    variables, common, asked = service.settings(_read_settings, f)
+    if forced and (common.guided or common.params.ignore_eos or common.params.min_tokens):
+        f.refuse("tool_choice", choice, "none or auto with response_format, regex, grammar, ignore_eos or min_tokens")
+    offered = [] if choice == "none" else tools
+    names = [tool["function"]["name"] for tool in offered]
+    return Chat(messages, variables | ({"tools": offered} if offered else {}), names, forced, common, asked)
+
+
+def _read_settings(f: Fields, generation_config: dict[str, Any]) -> tuple[dict[str, Any], Common, int | None]:
+    """The chat template's variables, how to generate, and tokens by number."""
     f.choice("parallel_tool_calls", True)
     variables = f.take("chat_template_kwargs", "an object", lambda v: isinstance(v, dict)) or {}
     if taken := sorted({"messages", "tools", "add_generation_prompt"} & set(variables)):
@@ -50,14 +60,11 @@ def read_chat(f: Fields, generation_config: dict[str, Any]) -> Chat:
         f.refuse("max_tokens", older, "the value of max_completion_tokens, which takes its place")
     asked = older if asked is None else asked
     unasked = generation_config.get("max_new_tokens") or -1
-    common = read_common(f, unasked if asked is None else asked, _logprobs(f))
-    if forced and (common.guided or common.params.ignore_eos or common.params.min_tokens):
-        f.refuse("tool_choice", choice, "none or auto with response_format, regex, grammar, ignore_eos or min_tokens")
+    tokens = unasked if asked is None else asked
+    common = read_common(f, generation_config, max_tokens=tokens, logprobs=_logprobs(f))
     f.take("modalities", '["text"]', lambda v: v == ["text"])
     f.end()
-    offered = [] if choice == "none" else tools
-    names = [tool["function"]["name"] for tool in offered]
-    return Chat(messages, variables | ({"tools": offered} if offered else {}), names, forced, common, asked)
+    return variables, common, asked
 
 
 def _logprobs(f: Fields) -> int | None:
@@ -72,7 +79,7 @@ async def chat_completions(service: Service, http: HttpRequest) -> Any:
     """The endpoint."""
     f = await read_body(http)
     service.check_model(f)
-    wanted = read_chat(f, service.llm.generation_config)
+    wanted = read_chat(service, f)
     with ExitStack() as room:
         room.enter_context(service.admitted(wanted.common.n))
         prompt, requests = await service.in_pool(_requests, service, wanted)
@@ -103,7 +110,7 @@ def _requests(service: Service, wanted: Chat) -> tuple[str, list[Request]]:
                 raise ApiError(422, "the parameters of a tool are nested too deeply", param="tools") from error
         params = service.llm.resolve(params, fields)
     prompt = tokenizer.apply_chat_template(wanted.messages, **wanted.variables)
-    ids, params = service.llm.encode_rendered(prompt), service.llm.resolve(params, {})
+    ids = service.llm.encode_rendered(prompt)
     return prompt, service.prepared(ids, params, wanted.common.n, wanted.asked, "messages", answers=True)
 
 

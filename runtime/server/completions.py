@@ -39,19 +39,19 @@ class Completion:
     echo: bool
 
 
-def read_completion(f: Fields) -> Completion:
-    """The request of a body's fields, but for `model`. Raises ApiError 400."""
-    prompts = _prompts(f)
+def read_settings(f: Fields, generation_config: dict[str, Any]) -> tuple[Common, int, bool]:
+    """What Completion has beside the prompts, which are taken. Raises ApiError 400, ConfigError."""
     asked = f.integer("max_tokens", 0, MOST_TOKENS)
     asked = MAX_TOKENS if asked is None else asked
     echo = f.flag("echo")
     logprobs = f.integer("logprobs", 0, MOST_LOGPROBS)
     if asked == 0 and not echo:
         f.refuse("max_tokens", 0, "1 or more, 0 only with echo")
-    common = read_common(f, max(asked, 1), logprobs)
+    echoed = {"prompt_logprobs": logprobs} if echo else {}
+    common = read_common(f, generation_config, max_tokens=max(asked, 1), logprobs=logprobs, **echoed)
     f.choice("best_of", common.n)
     f.end()
-    return Completion(prompts, common, asked, echo)
+    return common, asked, echo
 
 
 def _prompts(f: Fields) -> list[Prompt]:
@@ -72,7 +72,7 @@ async def completions(service: Service, http: HttpRequest) -> Any:
     """The endpoint."""
     f = await read_body(http)
     service.check_model(f)
-    wanted = read_completion(f)
+    wanted = Completion(_prompts(f), *service.settings(read_settings, f))
     n, stream = wanted.common.n, wanted.common.stream
     with ExitStack() as room:
         room.enter_context(service.admitted(n * len(wanted.prompts)))
@@ -86,13 +86,10 @@ async def completions(service: Service, http: HttpRequest) -> Any:
 
 
 def _requests(service: Service, wanted: Completion) -> list[Request]:
-    params = service.llm.resolve(wanted.common.params, {})
-    if wanted.echo and params.logprobs is not None:
-        params = service.llm.resolve(params, {"prompt_logprobs": params.logprobs})
     requests: list[Request] = []
     for prompt in wanted.prompts:
         ids = service.llm.encode(prompt)
-        requests += service.prepared(ids, params, wanted.common.n, wanted.asked, "prompt")
+        requests += service.prepared(ids, wanted.common.params, wanted.common.n, wanted.asked, "prompt")
     return requests
 
 

@@ -124,6 +124,10 @@ class Fields:
         for field in self.among(fields):
             self.take(field, "a string, or an object of strings", lambda v: isinstance(v, str | dict))
 
+    def left(self) -> str:
+        """What is left: whatever differs is written differently, 1, 1.0 and true as well."""
+        return repr(self._left)
+
     def end(self) -> None:
         """Refuse what is left."""
         for field, value in self._left.items():

@@ -25,8 +25,9 @@ class Common:
     guided: bool  # the answer has to follow something
 
 
-def read_common(f: Fields, max_tokens: int | None, logprobs: int | None) -> Common:
-    """Take the fields that both endpoints have; the two that they name differently are passed in."""
+def read_common(f: Fields, generation_config: dict[str, Any], **others: int | None) -> Common:
+    """Take the fields that both endpoints have; parameters that they name differently are passed in. Raises ConfigError
+    where generation_config.json, which has the last word, is wrong."""
     given = _guided(f)
     guided = bool(given)
     stream = f.flag("stream")
@@ -46,7 +47,7 @@ def read_common(f: Fields, max_tokens: int | None, logprobs: int | None) -> Comm
         f.refuse("ignore_eos", True, "false where the answer follows a schema, which ends it")
     if guided and given.get("min_tokens"):
         f.refuse("min_tokens", given["min_tokens"], "0 where the answer follows a schema, which may have to end before")
-    return Common(SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given), n, stream, usage, guided)
+    return Common(SamplingParams(**others, **given).resolve(generation_config), n, stream, usage, guided)
 
 
 def _guided(f: Fields) -> dict[str, Any]:

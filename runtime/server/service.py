@@ -53,6 +53,9 @@ class Connection(Protocol):
         ...
 
 
+MOST_SETTINGS, LONGEST_SETTINGS = 256, 1000
+"""Ways to ask that are remembered, and characters of one."""
+
 T = TypeVar("T")
 
 
@@ -87,6 +90,7 @@ class Service:
         self.engine_failed = asyncio.Event()
         limits.check(llm.max_sequences, llm.engine.most)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nibblelm-server")
+        self._settings: dict[tuple[Any, str], Any] = {}
 
     @property
     def most(self) -> int:
@@ -112,6 +116,22 @@ class Service:
             raise ApiError(
                 404, f"the model {name!r:.80} is not here; served: {known}", param="model", code="model_not_found"
             )
+
+    def settings(self, read: Callable[[Fields, dict[str, Any]], T], f: Fields) -> T:
+        """What `read` makes of all fields that are left and generation_config.json. It is remembered: most clients ask
+        in one way for one prompt after another, and to read that is a third of what comes before the engine."""
+        key = read, f.left()
+        if key not in self._settings:
+            try:
+                found = read(f, self.llm.generation_config)
+            except NibbleLMError as error:
+                raise as_api_error(error) from error
+            if len(key[1]) > LONGEST_SETTINGS:
+                return found
+            if len(self._settings) >= MOST_SETTINGS:
+                self._settings.clear()
+            self._settings[key] = found
+        return self._settings[key]
 
     async def in_pool(self, function: Callable[..., T], *args: Any, quick: bool = False) -> T:
         """Run what would hold up the event loop, but for what is `quick`. The package's errors become a client's."""
