@@ -75,6 +75,18 @@ def draw(samplers: list[Sampler], logits: Tensor, raw: Tensor, drafts: list[list
     return chosen
 
 
+def draws_ahead(samplers: list[Sampler], logits: Tensor) -> bool:
+    """Whether `drawn_ahead` may be asked for these rows: all that a draw depends on is known."""
+    plain = (s.runs_ahead and not s.wide and s.params.logprobs is None for s in samplers)
+    return draws(logits) and all(plain)
+
+
+def drawn_ahead(samplers: list[Sampler], logits: Tensor) -> Tensor:
+    """`draw` without a wait: ids (M,) on the device."""
+    columns = ops.to_device(device_sampling(samplers, logits.shape[1]).columns, logits.device)
+    return ops.sample(logits, SamplingState.over(columns))
+
+
 def wanted_scores(samplers: list[Sampler]) -> dict[int, int]:
     """The rows whose log-probabilities are wanted, with how many of the most likely."""
     return {i: s.params.logprobs for i, s in enumerate(samplers) if s.params.logprobs is not None}

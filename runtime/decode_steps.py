@@ -54,12 +54,19 @@ class DecodeStep:
         to_device(torch.tensor(rows, dtype=torch.int32), self.rows.device, out=self.rows)
 
 
+def to_host(t: Tensor) -> Tensor:
+    """A copy in pinned memory, there once the device's stream has come to this point."""
+    with torch.cuda.device_of(t):  # through which pinned memory is made
+        return torch.empty_like(t, device="cpu", pin_memory=t.is_cuda).copy_(t, non_blocking=True)
+
+
 class SampledSteps:
     """A run of decode steps that sample on the device. `next` keeps one step in flight ahead of the host.
 
     step      of M sequences, with what their first tokens need in place
     history   tokens in the cache by slot, to which those fed are added, at most `capacity`
-    ids       (M,) what is fed first, to `slots`; drawn (M,): output tokens of each before that
+    ids       (M,) what is fed first, to `slots`; drawn (M,): output tokens of each before that. Where only the device
+              knows them yet, `fed` is to be set before `next`
     wanted    rows whose log-probabilities are wanted, and how many of the most likely. `logprobs` has them, by row,
               for the tokens that `next` returned last
 
@@ -77,7 +84,8 @@ class SampledSteps:
         wanted: Mapping[int, int] | None = None,
     ) -> None:
         self.step, self._history, self._capacity, self._slots = step, history, capacity, slots
-        self._fed, self._drawn = ids, drawn
+        self.fed, self._drawn = ids, drawn
+        self._kept: Tensor | None = None
         self._ready = [torch.cuda.Event(), torch.cuda.Event()]
         self._launched = self._read = 0
         self._wanted, self.logprobs = wanted or {}, dict[int, Sampled]()
@@ -103,16 +111,27 @@ class SampledSteps:
         self.launch(last)
         self._ready[self._read % 2].synchronize()
         assert self.step.host_ids is not None
-        last_two = self.step.host_ids.tolist()
-        tokens = [last_two[(drawn + self._read) % 2][i] for i, drawn in enumerate(self._drawn)]
-        for slot, token in zip(self._slots, self._fed, strict=True):
+        if self._kept is None:
+            last_two = self.step.host_ids.tolist()
+            tokens = [last_two[(drawn + self._read) % 2][i] for i, drawn in enumerate(self._drawn)]
+        else:
+            tokens = self._kept.tolist()
+        for slot, token in zip(self._slots, self.fed, strict=True):
             self._history[slot].append(token)
         if self._wanted:
             chosen = scored([tokens[i] for i in self._wanted], [*self._wanted.values()], *self._found[self._read % 2])
             self.logprobs = dict(zip(self._wanted, chosen, strict=True))
-        self._fed = tokens
+        self.fed = tokens
         self._read += 1
         return tokens
+
+    def hand_over(self) -> Tensor:
+        """Ids (M,) that would be fed next, on the device. The one step that may be in flight is the last: what it draws
+        is kept for `next`, since a run of the same `step` that is launched before leaves its tokens in that place."""
+        if self.in_flight:
+            self._kept = to_host(self.step.rows[0])
+            self._ready[self._read % 2].record(torch.cuda.current_stream(self.step.result.device))
+        return self.step.rows[0]
 
     def drop(self, gone: Sequence[int], spare: int) -> None:
         """Nobody reads rows `gone` any more: from the next launch on they write nothing. To the host they are in slot

@@ -8,14 +8,15 @@ ahead.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate, chain, islice
 
 import torch
 from torch import Tensor
 
-from nibblelm import choosing
+from nibblelm import choosing, ops
 from nibblelm.choosing import Choice
-from nibblelm.decode_steps import SampledSteps
+from nibblelm.decode_steps import SampledSteps, to_host
 from nibblelm.pages import PAGE
 from nibblelm.prompt_steps import PREFILL_CHUNK, Prompt
 from nibblelm.request import LogitsRequest, Request
@@ -110,8 +111,13 @@ class Executor:
             self._go_on(goes_on if not ended else [])
             yield chosen
         if ended:
-            first, others = self._first_tokens(ended), list(late)
-            self._go_on(goes_on and [*goes_on, *(s for s, _ in first)])
+            joined = self._join(goes_on, ended)
+            first, others = self._first_tokens(ended, joined), list(late)
+            if joined is None:
+                self._go_on(goes_on and [*goes_on, *(s for s, _ in first)])
+            else:
+                newest = [s.ids[-1] for s in self._members if s is not None]
+                joined.run.fed = [*newest, *joined.run.fed[len(newest) :]]
             yield from others
             yield first
 
@@ -149,9 +155,45 @@ class Executor:
             self._scheduler.advance(chunk.sequence, chunk.last)
         return logits
 
-    def _first_tokens(self, ended: list[tuple[Sequence, Tensor]]) -> list[tuple[Sequence, Choice]]:
+    def _join(self, members: list[Sequence], ended: list[tuple[Sequence, Tensor]]) -> "_Joined | None":
+        """Launch the next step of those that generate and of those whose prompts end, behind what draws the tokens that
+        it feeds: the device has no pause while the host waits for them and looks at them. Those that turn out to have
+        ended leave it. None where a draw depends on the token before it, or somebody may have to get a page first."""
+        flight, rows = self._flight, {s: i for i, s in enumerate(self._members) if s is not None}
+        ahead = 0 if flight is None else flight.in_flight
+        going = [s for s in members if s.at_end and not s.parked and len(s.ids) + ahead < s.limit]
+        first = [s for s, _ in ended if len(s.ids) + 1 < s.limit]
+        at = [s.computed + ahead for s in going] + [s.computed for s in first]
+        if not going or flight is None or ahead > 1 or any(s not in rows or s.owner.sampler.wide for s in going):
+            return None
+        if any(position >= len(s.pages) * PAGE for s, position in zip(going + first, at, strict=True)):
+            return None
+        samplers, logits = [s.owner.sampler for s, _ in ended], torch.cat([row for _, row in ended])
+        if not choosing.draws_ahead(samplers, logits):
+            return None
+        tokens = choosing.drawn_ahead(samplers, logits)
+        found, there = to_host(tokens), torch.cuda.Event()
+        there.record(torch.cuda.current_stream(tokens.device))
+        fed, own = flight.hand_over(), {s: i for i, (s, _) in enumerate(ended)}
+        sources = [rows[s] for s in going] + [len(fed) + own[s] for s in first]
+        more = self._padded(len(sources)) - len(sources)
+        index = ops.to_device(torch.tensor(sources + sources[:1] * more), tokens.device)
+        ids, slots = [0] * (len(at) + more), [s.slot for s in going + first] + [self._spare] * more
+        drawn, drafts = torch.cat([fed, tokens])[index], [[0] * ahead] * len(going) + [[0]] * len(first)
+        run = self._flown(going + first, ids, slots, at + [0] * more, drafts + [[]] * more, drawn)
+        run.launch(last=True)
+        return _Joined(run, found, there)
+
+    def _first_tokens(
+        self, ended: list[tuple[Sequence, Tensor]], joined: "_Joined | None"
+    ) -> list[tuple[Sequence, Choice]]:
         """The tokens after prompts, from the logits (1, vocab) of each: all together, once the device has its work."""
-        chosen = choosing.choose([s for s, _ in ended], torch.cat([row for _, row in ended]))
+        if joined is None:
+            chosen = choosing.choose([s for s, _ in ended], torch.cat([row for _, row in ended]))
+        else:
+            joined.there.synchronize()
+            tokens = zip(ended, joined.tokens.tolist(), strict=True)
+            chosen = [(s, choosing.accepted(s.owner.sampler, Sampled(token))) for (s, _), token in tokens]
         for s, choice in chosen:
             _append(s, choice)
             s.owner.prompt_done(s.reused)
@@ -270,14 +312,24 @@ class Executor:
         return True
 
     def _launched(self, members: list[Sequence]) -> SampledSteps:
-        ids, slots, _ = self._rows(members)
+        return self._flown(members, *self._rows(members))
+
+    def _flown(
+        self,
+        members: list[Sequence],
+        ids: list[int],
+        slots: list[int],
+        positions: list[int],
+        drafts: list[list[int]] | None = None,
+        drawn: Tensor | None = None,
+    ) -> SampledSteps:
+        """A flight of rows as `_rows` has them, behind the tokens of `drafts`; it is fed `drawn` in place of ids."""
         vocab_size = self._runner.model.config.vocab_size
         greedy = Sampler(SamplingParams(temperature=0), vocab_size)
         samplers = [s.owner.sampler for s in members] + [greedy] * (len(ids) - len(members))
+        state, wanted = device_sampling(samplers, vocab_size, drafts), choosing.wanted_scores(samplers)
         self._members = list(members)
-        self._flight = self._runner.sampled_steps(
-            ids, slots, device_sampling(samplers, vocab_size), choosing.wanted_scores(samplers)
-        )
+        self._flight = self._runner.sampled_steps(ids, slots, state, wanted, positions, drawn)
         return self._flight
 
     def _rows(self, members: list[Sequence]) -> tuple[list[int], list[int], list[int]]:
@@ -294,6 +346,15 @@ class Executor:
     def _padded(self, rows: int) -> int:
         """Rows of the step that takes so many."""
         return next((count for count in self._step_rows if count >= rows), rows)
+
+
+@dataclass
+class _Joined:
+    """A flight that others join, launched before the host has the tokens that they feed it."""
+
+    run: SampledSteps
+    tokens: Tensor  # (J,) of all whose prompts ended, on the host once that is `there`
+    there: torch.cuda.Event
 
 
 def _append(s: Sequence, choice: Choice) -> None:

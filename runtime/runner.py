@@ -298,13 +298,20 @@ class Runner:
         return step.result
 
     def sampled_steps(
-        self, ids: Sequence[int], slots: Sequence[int], state: SamplingState, wanted: Mapping[int, int] | None = None
+        self,
+        ids: Sequence[int],
+        slots: Sequence[int],
+        state: SamplingState,
+        wanted: Mapping[int, int] | None = None,
+        positions: Sequence[int] | None = None,
+        drawn: Tensor | None = None,
     ) -> SampledSteps:
         """Decode with sampling on the device: each step feeds its tokens to the next. CUDA only.
 
         `state` holds the sampling parameters of the M sequences, and is copied; `wanted` is as SampledSteps has it.
+        `drawn`: ids (M,) that the device has and the host does not, in place of `ids`; then `positions` are given, too.
         """
-        positions = [len(self.history[slot]) for slot in slots]
+        positions = [len(self.history[slot]) for slot in slots] if positions is None else positions
         key: tuple[int, _Kind] = len(ids), "scored" if wanted else "sampled"
         wide = state.vocab_size > 0
         if key not in self._steps or (wide and self._states[key].vocab_size == 0):
@@ -329,9 +336,11 @@ class Runner:
         for target, source in zip(own.wide, state.wide, strict=True):
             if target is not None:
                 target.zero_() if source is None else target.copy_(source)
-        self._steps[key].load(self._host_rows(ids, positions, slots))
-        drawn = state.steps.tolist()
-        return SampledSteps(self._steps[key], self.history, self.capacity, list(ids), list(slots), drawn, wanted)
+        step = self._steps[key]
+        step.load(self._host_rows(ids, positions, slots))
+        if drawn is not None:
+            step.rows[0].copy_(drawn)
+        return SampledSteps(step, self.history, self.capacity, list(ids), list(slots), state.steps.tolist(), wanted)
 
     def kernels_per_step(self, batch: int) -> int | None:
         """Kernels of the decode step for `batch` sequences, None where no program of it has run."""

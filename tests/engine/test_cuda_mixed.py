@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nibblelm import ops
+from nibblelm.decode_steps import SampledSteps
 from nibblelm.executor import STEP_ROWS
 from nibblelm.mixed_steps import PREPARED
 from nibblelm.models import family
@@ -99,6 +100,42 @@ def test_prompts_beside_a_run_have_the_bits_of_both(
     for got, _ in others:
         for ours, alone in zip(got, want, strict=True):
             assert torch.equal(ours, alone) if isinstance(ours, torch.Tensor) else ours == alone
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_a_run_is_followed_before_the_host_has_its_tokens(rows: int) -> None:
+    """By one of the same step, whose rows are in another order and one of which is another's."""
+    made, plain = runner(torch.bfloat16, rows + 1), sampling(rows, False)
+    texts = torch.randint(5000, (rows + 1, 90), generator=torch.Generator().manual_seed(rows)).tolist()
+
+    def begun() -> SampledSteps:
+        for slot, history in enumerate(made.history):
+            history.clear()
+            made.prefill(texts[slot][: 20 + 3 * slot], slot)
+        run = made.sampled_steps([7] * rows, list(range(rows)), sampling(rows, False))
+        run.launch(last=True)
+        return run
+
+    with torch.inference_mode():
+        run = begun()
+        want = [run.next(last=True) for _ in range(4)]
+        for _ in range(5):
+            run = begun()
+            order = [*range(1, rows), rows]  # the first leaves, one joins
+            fed = torch.cat([run.hand_over(), torch.tensor([9], dtype=torch.int32, device=DEVICE)])[order]
+            state = SamplingState.greedy(rows, torch.device("cpu"))
+            for name in ("temperature", "top_p", "seeds"):
+                getattr(state, name)[:-1] = getattr(plain, name)[1:]
+            state.steps.fill_(1)
+            positions = [len(made.history[slot]) + (slot < rows) for slot in order]
+            after = made.sampled_steps([0] * rows, order, state, None, positions, fed)
+            after.launch(last=True)
+            got = [run.next(last=True)]
+            after.fed = [*got[0][1:], 9]
+            got += [after.next(last=True) for _ in range(3)]
+            assert got[0] == want[0]
+            assert [tokens[:-1] for tokens in got[1:]] == [tokens[1:] for tokens in want[1:]]
+            assert [len(made.history[slot]) for slot in order] == [20 + 3 * s + (4 if s < rows else 3) for s in order]
 
 
 def test_an_idle_engine_prepares_them() -> None:

@@ -16,7 +16,7 @@ from nibblelm.decode_steps import DecodeStep, SampledSteps
 from nibblelm.ops import PAGE, SamplingState
 from nibblelm.prompt_steps import Prompt
 from nibblelm.runner import Runner
-from nibblelm.sampler import Sampled
+from nibblelm.sampler import Sampled, Sampler
 from nibblelm.scheduler import Scheduler
 from nibblelm.speculation import Speculation
 from nibblelm.stats import Stats
@@ -48,11 +48,19 @@ class _Event:
 
 
 def _sampled_steps(
-    self: Runner, ids: Sequence[int], slots: Sequence[int], state: SamplingState, wanted: dict[int, int]
+    self: Runner,
+    ids: Sequence[int],
+    slots: Sequence[int],
+    state: SamplingState,
+    wanted: dict[int, int],
+    positions: Sequence[int],
+    drawn: torch.Tensor | None,
 ) -> SampledSteps:
-    positions = [len(self.history[slot]) for slot in slots]
     self.model.rope.reach(self.capacity)
     rows, host_ids = self._rows(ids, positions, slots), torch.zeros(2, len(ids), dtype=torch.int32)
+    if drawn is not None:
+        rows[0] = drawn
+        unseen.append(len(ids))
     program = _Greedy(self, rows, host_ids, state.steps.tolist())
     launched.append(len(ids))
     step = DecodeStep(rows, program, program.logits, host_ids)
@@ -60,6 +68,7 @@ def _sampled_steps(
 
 
 launched: list[int] = []
+unseen: list[int] = []  # of those, what was launched before the host had its tokens
 
 
 def _prefill_beside(self: Runner, prompts: Sequence[Prompt], run: SampledSteps) -> torch.Tensor | None:
@@ -74,6 +83,10 @@ def _prefill_beside(self: Runner, prompts: Sequence[Prompt], run: SampledSteps) 
 joined: list[int] = []
 
 
+def _draws_ahead(samplers: list[Sampler], logits: torch.Tensor) -> bool:
+    return all(s.runs_ahead and not s.wide and s.params.logprobs is None for s in samplers)
+
+
 def test_rows_are_picked_in_any_order() -> None:
     logits = torch.arange(6).view(6, 1)
     for rows in ([], [2], [1, 2, 3], [3, 1, 5], [5, 3, 4], [0, 2, 2]):
@@ -85,16 +98,32 @@ def flying(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "samples_on_device", True)
     monkeypatch.setattr(Runner, "sampled_steps", _sampled_steps)
     monkeypatch.setattr(Runner, "prefill_beside", _prefill_beside)
+    monkeypatch.setattr(choosing, "draws_ahead", _draws_ahead)
+    monkeypatch.setattr(choosing, "drawn_ahead", lambda samplers, logits: logits.argmax(-1).int())
     monkeypatch.setattr(decode_steps.torch.cuda, "Event", _Event)
     monkeypatch.setattr(decode_steps.torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setitem(executor.STEP_ROWS, "cpu", (1, 2, 4, 8, 16))
 
 
 @pytest.mark.parametrize(
-    ("pages", "longest", "crowd"), [(None, 100, 8), (14, 100, 99), (None, 400, 8), (None, 400, 99)]
+    ("pages", "longest", "crowd", "scored"),
+    [
+        (None, 100, 8, True),
+        (14, 100, 99, True),
+        (14, 100, 99, False),
+        (None, 400, 8, True),
+        (None, 400, 99, True),
+        (None, 400, 99, False),
+    ],
 )
 def test_members_that_leave_change_nothing(
-    data_dir: Path, flying: None, monkeypatch: pytest.MonkeyPatch, pages: int | None, longest: int, crowd: int
+    data_dir: Path,
+    flying: None,
+    monkeypatch: pytest.MonkeyPatch,
+    pages: int | None,
+    longest: int,
+    crowd: int,
+    scored: bool,
 ) -> None:
     """Outputs of 1 to 90 tokens at a time, in a pool that holds all of them or is too small for that; prompts of one
     part or of several, many of them together or not."""
@@ -102,7 +131,7 @@ def test_members_that_leave_change_nothing(
     folder = data_dir / "checkpoints" / "stories260K"
     draw = random.Random(7)
     prompts = [[draw.randrange(3, 500) for _ in range(draw.randint(1, longest))] for _ in range(24)]
-    scores = [None, None, 0, 3, 5]  # log-probabilities that are wanted
+    scores = [None, None, 0, 3, 5] if scored else [None]  # log-probabilities that are wanted
     params = [
         SamplingParams(temperature=0, max_tokens=draw.randint(1, 90), ignore_eos=True, logprobs=draw.choice(scores))
         for _ in prompts
@@ -113,8 +142,8 @@ def test_members_that_leave_change_nothing(
         plain.setitem(executor.STEP_ROWS, "cpu", ())
         outputs = [alone.generate([p], one)[0] for p, one in zip(prompts, params, strict=True)]
     want = [output.token_ids for output in outputs]
-    launched.clear()
-    joined.clear()
+    for seen in (launched, unseen, joined):
+        seen.clear()
     size = None if pages is None else pages * alone.kv_bytes // alone.kv_tokens * 64
     llm = LLM(folder, device="cpu", dtype="fp32", max_sequences=16, kv_memory=size)
     if pages is None:  # nobody is preempted, and computed again
@@ -128,6 +157,7 @@ def test_members_that_leave_change_nothing(
             values, exact = ([one.logprob, *(x for _, x in one.top)] for one in (ours, host))
             assert values == pytest.approx(exact, abs=1e-5)
     assert len(launched) < sum(map(len, want)) // 8, "a flight goes on when members leave it"
+    assert len(unseen) > (0 if scored else 3), "others join a flight before the host has their tokens"
     assert len(joined) > (3 if crowd < len(prompts) else 8), "prompts are computed in the steps of those that generate"
 
 

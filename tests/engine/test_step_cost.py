@@ -69,7 +69,7 @@ class Device:
     def root(self, prompt: list[int]) -> int:
         return 0
 
-    def sampled_steps(self, ids: list[int], slots: list[int], state: Any, wanted: dict[int, int]) -> Steps:
+    def sampled_steps(self, ids: list[int], slots: list[int], *_: Any) -> Steps:
         return Steps(self, slots)
 
 
@@ -137,7 +137,7 @@ def test_readers_wait_for_one_part_of_a_prompt_at_a_time() -> None:
             order.append("P")
             return super().prefill_together(prompts)
 
-        def sampled_steps(self, ids: list[int], slots: list[int], state: Any, wanted: dict[int, int]) -> Steps:
+        def sampled_steps(self, ids: list[int], slots: list[int], *_: Any) -> Steps:
             return Ahead(self, slots)
 
     engine = Engine(Ordered(3), Scheduler(3, 3 * page_count(CONTEXT), (2048, 64)))  # type: ignore[arg-type]
