@@ -23,8 +23,9 @@ from typing import Any
 from nibblelm.errors import RequestError
 from nibblelm.pages import NO_PAGE, PAGE, ROOT, PagePool, page_count
 
-AHEAD = 1
-"""Positions beyond the one to be computed that a generating sequence has pages for: a device runs a step ahead."""
+AHEAD = 2
+"""Positions beyond the one to be computed that a generating sequence has pages for: a device runs a step ahead, and
+where a prompt ends in that step, the one behind it is launched before either is planned."""
 
 CROWD = 8
 """So many prompts are computed as if nobody waited for them. The sooner those sequences generate, the fuller are the
