@@ -46,8 +46,8 @@ class DecodeStep:
     result: Tensor  # logits (M, V) fp32; where sampling leaves ids and no log-probabilities are wanted, those
     host_ids: Tensor | None = None  # (2, M) int32, pinned: where sampling leaves the ids of the last two steps
     draw: Callable[[Tensor], Tensor] = _draws_nothing  # ids (M,) from logits (M, V), and into `rows` and `host_ids`
-    beside: dict[int, MixedStep | None] = field(default_factory=dict[int, MixedStep | None], compare=False)
-    """The same step with so many rows of prompts; None: it was wanted once."""
+    beside: dict[int, MixedStep | bool] = field(default_factory=dict[int, MixedStep | bool], compare=False)
+    """The same step with so many rows of prompts; True: it was wanted once, False: there was no memory for it."""
 
     def load(self, rows: Sequence[Sequence[int]]) -> None:
         """Put a step's inputs in place, behind what is under way."""

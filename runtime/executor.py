@@ -17,6 +17,7 @@ from torch import Tensor
 from nibblelm import choosing, ops
 from nibblelm.choosing import Choice
 from nibblelm.decode_steps import SampledSteps, to_host
+from nibblelm.memory import out_of_memory
 from nibblelm.pages import PAGE
 from nibblelm.prompt_steps import PREFILL_CHUNK, Prompt
 from nibblelm.request import LogitsRequest, Request
@@ -74,7 +75,9 @@ class Executor:
                 runner.samples_on_device
                 and (runner.prepare_sampled(sizes, self._spare) or runner.prepare_beside(sizes))
             )
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
             return False
 
     def run(self, plan: Plan, land: bool = False) -> Iterator[list[tuple[Sequence, Choice]]]:

@@ -28,6 +28,11 @@ def require_memory(device: torch.device, advice: str, **wanted: int) -> None:
         )
 
 
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether it says that a device has no memory left: torch's own error, or CUDA's, for what torch does not take."""
+    return "out of memory" in str(error)
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that a device has free; on the CPU those that the system gives without swapping, at most its cgroup's."""
     if device.type == "cuda":

@@ -12,6 +12,7 @@ from torch import Tensor
 from nibblelm import ops
 from nibblelm.decode_steps import IDLE, DecodeStep, MixedStep, SampledSteps
 from nibblelm.layers import DecoderModel
+from nibblelm.memory import out_of_memory
 from nibblelm.prompt_steps import MIXED_ROWS, Prompt, PromptInputs, filled_up
 
 PREPARED = (64, 128, 192)
@@ -40,10 +41,11 @@ def beside(runner: Runs, prompts: Sequence[Prompt], run: SampledSteps) -> Tensor
     if not size or len(tiles) > _room(size):
         return None
     if size not in run.step.beside:  # which takes longer than a few steps gain, so not the first time
-        run.step.beside[size] = None
+        run.step.beside[size] = True
         return None
-    step = run.step.beside[size] or _captured(runner, run.step, size)
-    run.step.beside[size] = step
+    step = _captured(runner, run.step, size)
+    if step is None:
+        return None
     runner.model.rope.reach(max(len(p.ids) for p in prompts))
     inputs = torch.empty(step.inputs.shape, dtype=torch.int32)
     runner.prompt_inputs.put(inputs, prompts, tiles, size, _room(size), run.step.rows.shape[1])
@@ -53,12 +55,12 @@ def beside(runner: Runs, prompts: Sequence[Prompt], run: SampledSteps) -> Tensor
 
 
 def prepare_beside(runner: Runs, steps: Sequence[DecodeStep]) -> bool:
-    """`Runner.prepare_beside`: one of the programs that these decode steps lack. False: there are all."""
+    """`Runner.prepare_beside`: one of the programs that these decode steps lack. False: there are all that there is
+    memory for."""
     for step in steps:
         for size in PREPARED:
-            if step.beside.get(size) is None:
-                step.beside[size] = _captured(runner, step, size)
-                return True
+            if step.beside.get(size, True) is True:
+                return _captured(runner, step, size) is not None
     return False
 
 
@@ -67,7 +69,21 @@ def _room(size: int) -> int:
     return max(4, 2 * filled_up(ops.prompt_tiles([size])))
 
 
-def _captured(runner: Runs, step: DecodeStep, size: int) -> MixedStep:
+def _captured(runner: Runs, step: DecodeStep, size: int) -> MixedStep | None:
+    """The program, captured where it is not yet; None where there is no memory for it: the two steps need none."""
+    known = step.beside.get(size, True)
+    if known is True:
+        try:
+            known = _capture(runner, step, size)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            known = False
+        step.beside[size] = known
+    return known or None
+
+
+def _capture(runner: Runs, step: DecodeStep, size: int) -> MixedStep:
     rows, room = step.rows.shape[1], _room(size)
     nothing = torch.empty(sum(runner.prompt_inputs.sizes(size, room, rows)), dtype=torch.int32)
     runner.prompt_inputs.put(nothing, [], [], size, room, rows)

@@ -35,6 +35,9 @@ PART, PARTS = 192, 8
 """Of a prompt beside sequences that generate at least so many tokens are computed in a step, and at least such a part
 of all: their tokens come as evenly as that allows, and a long prompt is not held up by many small steps."""
 
+LEFT = 8
+"""Such a part of a step's budget is for prompts, however many generate."""
+
 
 @dataclass(eq=False, slots=True)
 class Sequence:
@@ -175,7 +178,8 @@ class Scheduler:
             elif self._grow(s, min(s.computed + 1 + AHEAD, s.limit - 1)):
                 decodes.append(s)
         crowd = len(prompts) + min(len(self.waiting), len(self._slots)) >= CROWD
-        budget = self._budget[bool(decodes) and not crowd] - len(decodes)
+        whole = self._budget[bool(decodes) and not crowd]
+        budget = max(whole - len(decodes), whole // LEFT, 1)
         if decodes and not crowd and (first := next(iter(prompts or self.waiting[: len(self._slots)]), None)):
             budget = min(budget, max(PART, 2 * len(decodes), -(-first.prompt // PARTS)))
         for s in decodes:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nibblelm import LLM, SamplingParams, StreamPiece
 from nibblelm.engine_core import BACKLOG, Engine, Handle
@@ -157,6 +158,19 @@ def test_closed_dropped_and_unread_streams_free_their_pages(stories: Path) -> No
     del handle
     gc.collect()
     assert eventually(lambda: idle(llm))
+
+
+def test_more_that_generate_than_a_step_has_tokens_hold_up_no_prompt(stories: Path, llm: LLM) -> None:
+    many = LLM(stories, device="cpu", dtype="fp32", max_sequences=140)
+    handles = [
+        many.submit([3 + n], SamplingParams(temperature=0, max_tokens=BACKLOG, ignore_eos=True)) for n in range(130)
+    ]
+    for handle in handles:
+        next(handle.tokens())
+    ids = llm.encode("Once upon a time there was")
+    assert torch.equal(many.logits(ids), llm.logits(ids))
+    assert many.generate("The dog", GREEDY).token_ids == llm.generate("The dog", GREEDY).token_ids
+    assert [len(handle.result().output.token_ids) for handle in handles] == [BACKLOG] * len(handles)
 
 
 def test_a_reader_who_does_not_read_is_not_written_to(llm: LLM) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nibblelm import LLM, SamplingParams, choosing, decode_steps, engine_core, executor, scheduler
+from nibblelm import LLM, SamplingParams, choosing, decode_steps, engine_core, executor, mixed_steps, scheduler
 from nibblelm.decode_steps import DecodeStep, SampledSteps
 from nibblelm.ops import PAGE, SamplingState
 from nibblelm.prompt_steps import Prompt
@@ -191,6 +191,29 @@ def test_drafts_land_a_flight_and_change_nothing(
     assert sum(output.timings.accepted_tokens for output in outputs) > 20
     assert sum(landings) > 0
     assert 0 < len(launched) < sum(map(len, want)) // 4, "no draft, no landing"
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory. Tried to"), RuntimeError("out of memory")]
+)
+def test_no_memory_for_a_step_of_both_leaves_the_two(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    tried: list[int] = []
+
+    def capture(_: Any, __: Any, size: int) -> Any:
+        tried.append(size)
+        raise error
+
+    monkeypatch.setattr(mixed_steps, "_capture", capture)
+    step = DecodeStep(torch.zeros(3, 2, dtype=torch.int32), None, torch.zeros(2, 5))
+    run = SimpleNamespace(step=step)
+    for _ in range(4):
+        assert mixed_steps.beside(SimpleNamespace(), [Prompt([5] * 9, 0)], run) is None  # type: ignore[arg-type]
+    assert tried == [64]
+    assert not mixed_steps.prepare_beside(SimpleNamespace(), [step])  # type: ignore[arg-type]
+    assert tried == [64, 128]
+    monkeypatch.setattr(mixed_steps, "_capture", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        mixed_steps.prepare_beside(SimpleNamespace(), [step])  # type: ignore[arg-type]
 
 
 def test_a_parked_sequence_that_gets_another_token_goes_on() -> None:

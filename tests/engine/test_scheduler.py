@@ -259,6 +259,18 @@ def test_parts_of_a_prompt_beside_those_that_generate(generating: int, prompt: i
     assert sum(c.last - c.first for c in plan.chunks) == part
 
 
+@pytest.mark.parametrize(("generating", "part"), [(10, 10), (18, 2), (20, 2), (45, 2)])
+def test_however_many_generate_a_prompt_goes_on(generating: int, part: int) -> None:
+    scheduler, device = Scheduler(50, 1000, (100, 20)), Device(50, 1000)
+    for n in range(generating):
+        scheduler.add(Sequence([n] * 3, 3, 200))
+    while len(scheduler.waiting) + sum(s.computed < s.prompt for s in scheduler.running):
+        peek(scheduler, device)
+    scheduler.add(Sequence([9, 8] * 20, 40, 41))
+    (chunk,) = scheduler.plan().chunks
+    assert (chunk.first, chunk.last) == (0, part)
+
+
 def peek(scheduler: Scheduler, device: Device) -> list[Chunk]:
     plan = scheduler.plan()
     for s in plan.moved:
