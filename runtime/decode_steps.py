@@ -49,9 +49,11 @@ class DecodeStep:
     beside: dict[int, MixedStep | bool] = field(default_factory=dict[int, MixedStep | bool], compare=False)
     """The same step with so many rows of prompts; True: it was wanted once, False: there was no memory for it."""
 
-    def load(self, rows: Sequence[Sequence[int]]) -> None:
-        """Put a step's inputs in place, behind what is under way."""
+    def load(self, rows: Sequence[Sequence[int]], drawn: Tensor | None = None) -> None:
+        """Put a step's inputs in place, behind what is under way; `drawn`: its ids, from the device."""
         to_device(torch.tensor(rows, dtype=torch.int32), self.rows.device, out=self.rows)
+        if drawn is not None:
+            self.rows[0].copy_(drawn)
 
 
 def to_host(t: Tensor) -> Tensor:

@@ -282,8 +282,7 @@ class Runner:
 
         Returns logits (M, vocab), fp32, valid until the next call.
         """
-        if positions is None:
-            positions = [len(self.history[slot]) for slot in slots]
+        positions = [len(self.history[slot]) for slot in slots] if positions is None else positions
         self.model.rope.reach(max(positions) + 1)
         related = self.device.type == "cuda" and len(set(zip(slots, positions, strict=True))) > len(set(slots))
         key: tuple[int, _Kind] = len(ids), "related" if related else "apart"
@@ -326,20 +325,17 @@ class Runner:
 
             def body() -> Tensor:
                 logits = self._logits(rows)
-                drawn = draw(logits)
-                return logits if wanted else drawn
+                tokens = draw(logits)
+                return logits if wanted else tokens
 
             step = replace(self._recorded(rows, body), host_ids=host_ids, draw=draw)
             self._steps[key], self._states[key] = step, own
-        own = self._states[key]
+        step, own = self._steps[key], self._states[key]
         ops.to_device(state.columns, self.device, out=own.columns)
         for target, source in zip(own.wide, state.wide, strict=True):
             if target is not None:
                 target.zero_() if source is None else target.copy_(source)
-        step = self._steps[key]
-        step.load(self._host_rows(ids, positions, slots))
-        if drawn is not None:
-            step.rows[0].copy_(drawn)
+        step.load(self._host_rows(ids, positions, slots), drawn)
         return SampledSteps(step, self.history, self.capacity, list(ids), list(slots), state.steps.tolist(), wanted)
 
     def kernels_per_step(self, batch: int) -> int | None:
