@@ -76,13 +76,13 @@ def draw(samplers: list[Sampler], logits: Tensor, raw: Tensor, drafts: list[list
 
 
 def draws_ahead(samplers: list[Sampler], logits: Tensor) -> bool:
-    """Whether `drawn_ahead` may be asked for these rows: all that a draw depends on is known."""
+    """Whether `drawn_ahead` may be asked for rows of such logits: all that a draw depends on is known."""
     plain = (s.runs_ahead and not s.wide and s.params.logprobs is None for s in samplers)
     return draws(logits) and all(plain)
 
 
 def drawn_ahead(samplers: list[Sampler], logits: Tensor) -> Tensor:
-    """`draw` without a wait: ids (M,) on the device."""
+    """`draw` from logits (M, vocab) without a wait: ids (M,), int32, on the device."""
     columns = ops.to_device(device_sampling(samplers, logits.shape[1]).columns, logits.device)
     return ops.sample(logits, SamplingState.over(columns))
 

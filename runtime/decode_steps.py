@@ -130,6 +130,7 @@ class SampledSteps:
     def hand_over(self) -> Tensor:
         """Ids (M,) that would be fed next, on the device. The one step that may be in flight is the last: what it draws
         is kept for `next`, since a run of the same `step` that is launched before leaves its tokens in that place."""
+        assert self.in_flight < 2, "what is kept would stand for both steps"
         if self.in_flight:
             self._kept = to_host(self.step.rows[0])
             self._ready[self._read % 2].record(torch.cuda.current_stream(self.step.result.device))

@@ -171,10 +171,10 @@ class Executor:
             return None
         if any(position >= len(s.pages) * PAGE for s, position in zip(going + first, at, strict=True)):
             return None
-        samplers, logits = [s.owner.sampler for s, _ in ended], torch.cat([row for _, row in ended])
-        if not choosing.draws_ahead(samplers, logits):
+        samplers = [s.owner.sampler for s, _ in ended]
+        if not choosing.draws_ahead(samplers, ended[0][1]):
             return None
-        tokens = choosing.drawn_ahead(samplers, logits)
+        tokens = choosing.drawn_ahead(samplers, torch.cat([row for _, row in ended]))
         found, there = to_host(tokens), torch.cuda.Event()
         there.record(torch.cuda.current_stream(tokens.device))
         fed, own = flight.hand_over(), {s: i for i, (s, _) in enumerate(ended)}

@@ -16,7 +16,7 @@ from nibblelm.decode_steps import DecodeStep, SampledSteps
 from nibblelm.ops import PAGE, SamplingState
 from nibblelm.prompt_steps import Prompt
 from nibblelm.runner import Runner
-from nibblelm.sampler import Sampled, Sampler
+from nibblelm.sampler import Sampled
 from nibblelm.scheduler import Scheduler
 from nibblelm.speculation import Speculation
 from nibblelm.stats import Stats
@@ -83,10 +83,6 @@ def _prefill_beside(self: Runner, prompts: Sequence[Prompt], run: SampledSteps) 
 joined: list[int] = []
 
 
-def _draws_ahead(samplers: list[Sampler], logits: torch.Tensor) -> bool:
-    return all(s.runs_ahead and not s.wide and s.params.logprobs is None for s in samplers)
-
-
 def test_rows_are_picked_in_any_order() -> None:
     logits = torch.arange(6).view(6, 1)
     for rows in ([], [2], [1, 2, 3], [3, 1, 5], [5, 3, 4], [0, 2, 2]):
@@ -98,7 +94,8 @@ def flying(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "samples_on_device", True)
     monkeypatch.setattr(Runner, "sampled_steps", _sampled_steps)
     monkeypatch.setattr(Runner, "prefill_beside", _prefill_beside)
-    monkeypatch.setattr(choosing, "draws_ahead", _draws_ahead)
+    card, draws_ahead = SimpleNamespace(device=SimpleNamespace(type="cuda")), choosing.draws_ahead
+    monkeypatch.setattr(choosing, "draws_ahead", lambda samplers, _: draws_ahead(samplers, card))
     monkeypatch.setattr(choosing, "drawn_ahead", lambda samplers, logits: logits.argmax(-1).int())
     monkeypatch.setattr(decode_steps.torch.cuda, "Event", _Event)
     monkeypatch.setattr(decode_steps.torch.cuda, "current_stream", lambda device: None)
