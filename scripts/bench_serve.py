@@ -5,10 +5,10 @@
 A shape is made of random weights, int4 per row, with a vocabulary of words, and kept in --work. Both engines have it
 loaded, and one computes while the other waits. `ready`: from the start of the process to the first answer of /health,
 and `import torch` alone; the median of several, the files in the page cache. `first token`: prompts of 128 ids over one
-connection that stays, in turns with the engine. `mixed`: the requests of `bench --mixed`, all at once, answered whole
-and as streams, in turns with the engine. `saturation`: the load of `bench serve`, as much as there are places for.
-`steady`: arrivals at 80 % of the requests per second that this gave. No two prompts begin alike. What --limit seconds
-leave no time for is not measured, and said.
+connection that stays, in blocks and in turns with the engine. `mixed`: the requests of `bench --mixed`, all at once,
+answered whole and as streams, in turns with the engine. `saturation`: the load of `bench serve`, as much as there are
+places for. `steady`: arrivals at 80 % of the requests per second that this gave. No two prompts begin alike. What
+--limit seconds leave no time for is not measured, and said.
 
     python scripts/bench_serve.py --pretend [--json benchmarks/cpu/serve.json]
 
@@ -55,6 +55,9 @@ from nibblelm.sizes import parse_size
 
 DEMO = Path(__file__).resolve().parent.parent / "demo" / "stories-7m"
 KEY = ("test", "model", "kind", "tree")
+BLOCK = 20
+"""First tokens of a block."""
+
 GREEDY = nibblelm.SamplingParams(temperature=0, ignore_eos=True)
 
 
@@ -170,19 +173,28 @@ class Bench:
         return [self._draw.randrange(self._llm.config.vocab_size) for _ in range(count)]
 
     def first_token(self, repeats: int) -> None:
-        """In turns, the median of each."""
+        """One after another, as who is alone with a server asks: blocks of the engine and of the server, of whose times
+        the first few do not count. And in turns, where each finds what the other process and its idle time left of the
+        caches. Medians."""
         connection, prompt = Connection(self._url), min(128, self._llm.max_context // 4)
-        inside, outside = [], []
-        for _ in range(repeats + 5):
+
+        def inside() -> float:
             ids = self._ids(prompt)
             begun = time.perf_counter()
-            handle = self._llm.submit(ids, GREEDY, max_tokens=1)
-            next(handle.tokens())
-            inside.append(time.perf_counter() - begun)
-            outside.append(connection.first_token(self._ids(prompt)))
-        engine, http = (1e3 * statistics.median(times[5:]) for times in (inside, outside))
+            next(self._llm.submit(ids, GREEDY, max_tokens=1).tokens())
+            return time.perf_counter() - begun
+
+        def beside(block: int, first: int) -> tuple[float, float]:
+            times: tuple[list[float], list[float]] = ([], [])
+            for _ in range(repeats // block):
+                times[0].extend([inside() for _ in range(first + block)][first:])
+                times[1].extend([connection.first_token(self._ids(prompt)) for _ in range(first + block)][first:])
+            return 1e3 * statistics.median(times[0]), 1e3 * statistics.median(times[1])
+
+        engine, http = beside(BLOCK, 5)
+        engine_turn, http_turn = beside(1, 0)
         facts = {"prompt_tokens": prompt, "engine_ms": engine, "http_ms": http, "beside_ms": http - engine}
-        self._rows.add(test="first token", model=self._name, **facts)
+        self._rows.add(test="first token", model=self._name, **facts, turns_beside_ms=http_turn - engine_turn)
 
     def mixed(self, requests: int, repeats: int) -> None:
         """Output tokens per second of the engine, of whole answers and of streams; a first round does not count."""
@@ -342,7 +354,7 @@ def main() -> int:
         llm = nibblelm.LLM(folder, args.device, kv_memory=parse_size(args.kv_memory))
         bench = Bench(llm, url, name, rows)
         tests = {
-            "first token": lambda: bench.first_token(60),
+            "first token": lambda: bench.first_token(200),
             "mixed": lambda: bench.mixed(args.requests, args.repeats),
             "steady": lambda: bench.steady(args.seconds),
         }
