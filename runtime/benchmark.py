@@ -18,6 +18,7 @@ import torch
 
 from nibblelm.engine import STEP_TOKENS
 from nibblelm.engine_core import Engine, Handle
+from nibblelm.ops.devices import kernels
 from nibblelm.pages import page_count
 from nibblelm.request import GenerationOutput, Request
 from nibblelm.runner import Runner
@@ -138,7 +139,8 @@ def measure_drafts(
     runner.reserve(load.batch + 1, pages + 1)
     vocab_size, device = runner.model.config.vocab_size, runner.device.type
     texts: dict[tuple[int, ...], list[int]] = {}
-    speculation = Speculation(lambda prompt: Replay(texts[tuple(prompt)], right, vocab_size), STEP_COST[device])
+    costs = STEP_COST[kernels(runner.device)]
+    speculation = Speculation(lambda prompt: Replay(texts[tuple(prompt)], right, vocab_size), costs)
     scheduler = Scheduler(load.batch, pages, STEP_TOKENS[device], runner.model.config.window)
     engine = Engine(runner, scheduler, speculation=speculation)
     rates: dict[bool, list[float]] = {False: [], True: []}

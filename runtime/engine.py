@@ -21,6 +21,7 @@ from nibblelm.kv_cache import bytes_per_page, bytes_per_token
 from nibblelm.memory import free_memory, require_memory
 from nibblelm.models import family, open_model, tensor_plan
 from nibblelm.ops import PROMPT_TILE
+from nibblelm.ops.devices import kernels
 from nibblelm.pages import PAGE, page_count
 from nibblelm.prompt_steps import PREFILL_CHUNK, program_bytes, workspace_bytes
 from nibblelm.prompts import Prompt, prompt_ids, prompt_list
@@ -98,7 +99,7 @@ class LLM:
     ) -> None:
         begun = time.perf_counter()
         self.device = select_device(device)
-        drafts = speculation(speculate, self.device.type)
+        drafts = speculation(speculate, kernels(self.device))
         self.dtype, self.kv_dtype, self.activations = numeric_types(dtype, self.device, activations, kv)
         if threads is not None:
             use_threads(threads)

@@ -16,12 +16,17 @@ from typing import Protocol
 from nibblelm.errors import RequestError
 from nibblelm.scheduler import Sequence
 
+_VNNI = {1: 1.0, 2: 1.05, 3: 1.1, 4: 1.2, 5: 1.25, 6: 1.35, 7: 1.5, 8: 1.6, 10: 1.8, 12: 2.1}
+
 STEP_COST: dict[str, dict[int, float]] = {
-    "cpu": {1: 1.0, 2: 1.05, 3: 1.1, 4: 1.2, 5: 1.25, 6: 1.35, 7: 1.5, 8: 1.6, 10: 1.8, 12: 2.1},
+    "avx512": _VNNI,
+    "avxvnni": _VNNI,
+    "avx2": {1: 1.0, 2: 1.1, 3: 1.2, 4: 1.4, 5: 1.6, 6: 1.8, 8: 2.5, 10: 3.0},
+    "portable": {1: 1.0},
     "cuda": {1: 1.0, 2: 1.15, 4: 1.2, 8: 1.4, 16: 1.8, 24: 1.9, 32: 2.0, 48: 2.4, 64: 2.8, 96: 3.7, 128: 4.5},
 }
-"""What a step takes by its rows, beside a step of one row; of more rows than these nothing is drafted. CPU: 1.1B int4
-on two cores with AVX-512; CUDA: 8B int4 per row on an H200, whose programs are of these row counts (benchmarks/)."""
+"""What a step takes by its rows and by `ops.kernels`, beside a step of one row; of more rows than these nothing is
+drafted. CPU: 1.1B int4 per row on two cores; CUDA: 8B int4 per row on an H200, with programs of these row counts."""
 
 WORTH = 1.2
 """Tokens a unit of time that drafts must promise, beside none: the host has work with them, and no step is ahead."""
@@ -33,11 +38,11 @@ FADE = 0.95
 """What a drafted token, right or wrong, counts for beside the next one of its sequence."""
 
 
-def speculation(name: str | None, device: str) -> "Speculation | None":
-    """What `speculate` asks for on a kind of device. Raises RequestError for a name that is not known."""
+def speculation(name: str | None, kernels: str) -> "Speculation | None":
+    """What `speculate` asks for on a kind of `ops.kernels`. Raises RequestError for a name that is not known."""
     if name not in (None, "ngram"):
         raise RequestError(f'speculate is {name!r}; supported: "ngram", None for one token a step')
-    return None if name is None else Speculation(lambda _: PromptLookup(), STEP_COST[device])
+    return None if name is None else Speculation(lambda _: PromptLookup(), STEP_COST[kernels])
 
 
 class Drafter(Protocol):

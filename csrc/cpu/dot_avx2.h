@@ -12,9 +12,11 @@ namespace nibblelm::NIBBLE_ISA {
 NIBBLE_INLINE __m256i low_nibbles(__m256i bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
 NIBBLE_INLINE __m256i high_nibbles(__m256i bytes) { return low_nibbles(_mm256_srli_epi16(bytes, 4)); }
 
-// acc + two products in each of 16 lanes.
+// acc + two products in each of 16 lanes. GCC would add products to each other first, and spill: 1.5 times as long.
 NIBBLE_INLINE __m256i add_products(__m256i acc, __m256i nibbles, __m256i digits) {
-  return _mm256_add_epi16(acc, _mm256_maddubs_epi16(nibbles, digits));
+  acc = _mm256_add_epi16(acc, _mm256_maddubs_epi16(nibbles, digits));
+  asm("" : "+x"(acc));
+  return acc;
 }
 
 // out[r][lane] = exact dot products of kRows rows of digits with the codes of kTiles tiles over `width` (a multiple of
@@ -32,8 +34,8 @@ NIBBLE_INLINE void dot_nibbles(const uint8_t* codes, const int8_t* digits, int64
     for (int64_t left = width; left > 0; left -= 32) {
       __m256i low[kRows * kVectors], high[kRows * kVectors];
       unroll<kRows * kVectors>([&](auto i) NIBBLE_LAMBDA { low[i] = high[i] = _mm256_setzero_si256(); });
-      for (int64_t k = min(left, 32); k > 0; k -= 8, x += 8, p += kPacked ? kFour : 2 * kFour) {
-        unroll<2>([&](auto half) NIBBLE_LAMBDA {  // the first and the last four k
+      const auto add_eight = [&](auto) NIBBLE_LAMBDA {  // k
+        unroll<2>([&](auto half) NIBBLE_LAMBDA {        // the first and the last four k
           constexpr int64_t kAt = kPacked ? 0 : half * kFour;
           if (kPrefetch > 0 && !(kPacked && half == 1) && lane % 16 == 0) __builtin_prefetch(p + kPrefetch + kAt);
           __m256i bytes[kVectors];
@@ -54,6 +56,12 @@ NIBBLE_INLINE void dot_nibbles(const uint8_t* codes, const int8_t* digits, int64
             });
           });
         });
+        x += 8, p += kPacked ? kFour : 2 * kFour;
+      };
+      if (left >= 32) {
+        unroll<4>(add_eight);
+      } else {
+        for (int64_t k = left; k > 0; k -= 8) add_eight(0);
       }
       unroll<kRows * kVectors>([&](auto i) NIBBLE_LAMBDA {
         sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(low[i], _mm256_set1_epi16(1)));

@@ -264,12 +264,9 @@ enum class Codes { nibbles, bytes, small_bytes };
 // Where one instruction takes any byte, expanded 4-bit codes need no kernels of their own.
 constexpr Codes kExpanded{kHasDot4 ? Codes::bytes : Codes::small_bytes};
 
-// Rows of digits whose sums are in registers together. Without VNNI half of these are needed for products.
-constexpr int kMostRows{kHasDot4 ? kBlockRows : (kBlockRows + 1) / 2};
-
 constexpr int tiles_for(int rows) {
   int tiles = kPanelTiles;
-  while (tiles > 1 && tiles * rows > kMostRows * kBlockVectors) tiles /= 2;
+  while (tiles > 1 && tiles * rows > kBlockRows * kBlockVectors) tiles /= 2;
   return tiles;
 }
 
@@ -456,7 +453,7 @@ void finish(const QuantizedLinearArgs& args, const float* row_scale, int64_t fir
   }
 }
 
-constexpr int block_tokens(int digits) { return kMostRows / digits > 0 ? kMostRows / digits : 1; }
+constexpr int block_tokens(int digits) { return kBlockRows / digits > 0 ? kBlockRows / digits : 1; }
 
 // One panel for tokens [token, end).
 template <int kDigits>

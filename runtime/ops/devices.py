@@ -18,3 +18,12 @@ def backend(device: torch.device) -> ModuleType:
 
         return cuda
     raise DeviceError(f"device {device.type!r} is not supported; use cpu or cuda")
+
+
+def kernels(device: torch.device) -> str:
+    """Which of its kernels run on a device: "cuda", or the CPU's instruction set as `doctor` names it."""
+    if device.type == "cuda":
+        return "cuda"
+    from nibblelm import _cpu
+
+    return _cpu.isa()
