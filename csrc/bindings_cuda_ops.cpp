@@ -117,6 +117,14 @@ void bind_rope(py::module_& m) {
            py::kw_only(), py::arg("k"), py::arg("v"), py::arg("k_scales"), py::arg("v_scales"), py::arg("k_unpacked"),
            py::arg("v_unpacked"), py::arg("tables"), py::arg("slots"), py::arg("positions"), py::arg("pages"),
            py::arg("slot_count"), py::arg("table_width"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("dtype"));
+  py::class_<HeadNorms>(m, "HeadNorms")
+      .def(py::init([](Address q, Address k, Address q_bias, Address k_bias, float eps, bool plus_one, bool centred,
+                       bool per_head) {
+             return HeadNorms{at<float>(q), at<float>(k), at<float>(q_bias), at<float>(k_bias),
+                              eps,          plus_one,     centred,           per_head};
+           }),
+           py::kw_only(), py::arg("q"), py::arg("k"), py::arg("q_bias") = 0, py::arg("k_bias") = 0, py::arg("eps"),
+           py::arg("plus_one") = false, py::arg("centred") = false, py::arg("per_head") = false);
   m.def("rope", [](Address x, Int stride, Int rows, int heads, int head_dim, const RopeTable& table, int dtype,
                    Address stream, bool programmatic) {
     rope(at(x), stride, rows, heads, head_dim, table, type_of(dtype), {at(stream), programmatic});
@@ -125,12 +133,10 @@ void bind_rope(py::module_& m) {
                         Address stream, bool programmatic) {
     kv_append(at(k), at(v), k_stride, v_stride, rows, cache, type_of(dtype), {at(stream), programmatic});
   });
-  m.def("rope_append",
-        [](Address qkv, Int stride, Int rows, int heads, const RopeTable& table, const PagedCache& cache,
-           Address q_norm, Address k_norm, float eps, bool plus_one, int dtype, Address stream, bool programmatic) {
-          rope_append(at(qkv), stride, rows, heads, table, cache, at<float>(q_norm), at<float>(k_norm), eps, plus_one,
-                      type_of(dtype), {at(stream), programmatic});
-        });
+  m.def("rope_append", [](Address qkv, Int stride, Int rows, int heads, const RopeTable& table, const PagedCache& cache,
+                          const HeadNorms& norms, int dtype, Address stream, bool programmatic) {
+    rope_append(at(qkv), stride, rows, heads, table, cache, norms, type_of(dtype), {at(stream), programmatic});
+  });
 }
 
 void bind_sample(py::module_& m) {

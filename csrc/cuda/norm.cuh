@@ -33,6 +33,47 @@ __device__ __forceinline__ float row_sum(float (&groups)[kHeld], float* scratch)
   return norm_row_sum(scratch, kHeld * steps);
 }
 
+// What a row is normed with: (x - mean) * factor.
+struct RowStatistics {
+  float mean;
+  float factor;
+};
+
+// Of a row of `columns` values, of which a thread holds groups i * blockDim.x + threadIdx.x as row_sum() has them,
+// filled up with zeros. Two scratches of the row's own.
+template <bool kCentre, int V, int kHeld>
+__device__ __forceinline__ RowStatistics statistics(const float (&v)[kHeld][V], int columns, float eps, float* scratch,
+                                                    float* second) {
+  const float count = static_cast<float>(columns);
+  float mean = 0.0f, sums[kHeld]{};
+  if constexpr (kCentre) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i)
+#pragma unroll
+      for (int j = 0; j < V; ++j) sums[i] += v[i][j];
+    mean = row_sum(sums, scratch) / count;
+  }
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    sums[i] = 0.0f;
+    if ((i * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) * V >= columns) continue;
+#pragma unroll
+    for (int j = 0; j < V; ++j) sums[i] = fmaf(v[i][j] - mean, v[i][j] - mean, sums[i]);
+  }
+  return {mean, rsqrtf(fmaf(row_sum(sums, second), 1.0f / count, eps))};
+}
+
+// V values normed. fmaf, or each compilation chooses where to round.
+template <int V>
+__device__ __forceinline__ void norm_values(const float (&v)[V], RowStatistics s, const float* weight,
+                                            const float* bias, bool plus_one, float (&out)[V]) {
+  float w[V], b[V] = {};
+  load_constant(weight, w);
+  if (bias != nullptr) load_constant(bias, b);
+#pragma unroll
+  for (int i = 0; i < V; ++i) out[i] = fmaf((v[i] - s.mean) * s.factor, plus_one ? 1.0f + w[i] : w[i], b[i]);
+}
+
 // One row of one thread's pointers.
 template <class T>
 struct NormRow {
@@ -55,15 +96,9 @@ struct NormRow {
   __device__ __forceinline__ static float sum_of(float x, float r) { return to_float(from_float<T>(x + r)); }
 
   template <int V>
-  __device__ __forceinline__ void finish(const NormArgs& a, const float (&v)[V], int c, float mean,
-                                         float factor) const {
-    float w[V], b[V] = {}, out[V];
-    load_constant(weight + c, w);
-    if (a.bias != nullptr) load_constant(a.bias + c, b);
-#pragma unroll
-    for (int i = 0; i < V; ++i) {  // fmaf, or each compilation chooses where to round
-      out[i] = fmaf((v[i] - mean) * factor, a.plus_one ? 1.0f + w[i] : w[i], b[i]);
-    }
+  __device__ __forceinline__ void finish(const NormArgs& a, const float (&v)[V], int c, RowStatistics s) const {
+    float out[V];
+    norm_values(v, s, weight + c, a.bias == nullptr ? nullptr : a.bias + c, a.plus_one, out);
     store(y + c, out);
   }
 };
@@ -101,27 +136,10 @@ __global__ void __launch_bounds__(kNormMaxThreads) norm_kernel(NormArgs a) {
       if (column(i) < a.columns) store(row.h + column(i), v[i]);
   }
 
-  const float count = static_cast<float>(a.columns);
-  float mean = 0.0f, sums[kHeld]{};
-  if constexpr (kCentre) {
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i)
-#pragma unroll
-      for (int j = 0; j < V; ++j) sums[i] += v[i][j];
-    mean = row_sum(sums, scratch[0] + row_scratch) / count;
-  }
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    sums[i] = 0.0f;
-    if (column(i) >= a.columns) continue;
-#pragma unroll
-    for (int j = 0; j < V; ++j) sums[i] = fmaf(v[i][j] - mean, v[i][j] - mean, sums[i]);
-  }
-
-  const float factor = rsqrtf(row_sum(sums, scratch[1] + row_scratch) * (1.0f / count) + a.eps);
+  const RowStatistics s = statistics<kCentre>(v, a.columns, a.eps, scratch[0] + row_scratch, scratch[1] + row_scratch);
 #pragma unroll
   for (int i = 0; i < kHeld; ++i)
-    if (column(i) < a.columns) row.finish(a, v[i], column(i), mean, factor);
+    if (column(i) < a.columns) row.finish(a, v[i], column(i), s);
 }
 
 // The same for rows that do not fit in registers: every pass reads x (or h) again.
@@ -163,7 +181,7 @@ __global__ void __launch_bounds__(kNormMaxThreads) norm_long_kernel(NormArgs a) 
   for (int c = first; c < a.columns; c += step) {
     float v[V];
     load(normed + c, v);
-    row.finish(a, v, c, mean, factor);
+    row.finish(a, v, c, {mean, factor});
   }
 }
 

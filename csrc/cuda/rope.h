@@ -28,9 +28,20 @@ void rope(void* x, int64_t x_stride, int64_t rows, int heads, int head_dim, cons
 void kv_append(const void* k, const void* v, int64_t k_stride, int64_t v_stride, int64_t rows, const PagedCache& cache,
                DType dtype, const Launch& launch);
 
-// qkv (rows, heads + 2 kv_heads, head_dim): normed and rotated q in place, k and v into the cache. q_norm, k_norm
-// (head_dim,) fp32 or null.
+// The norm of each head of q and k before they are rotated: RMSNorm, or LayerNorm with the bits of layer_norm().
+struct HeadNorms {
+  const float* q;  // gains (head_dim,), or per_head (heads, head_dim), fp32; null: no norm
+  const float* k;
+  const float* q_bias;  // (head_dim,) or null, of LayerNorm
+  const float* k_bias;
+  float eps;
+  bool plus_one;  // of RMSNorm: multiply by 1 + gain
+  bool centred;   // LayerNorm: q and k have gains, head_dim is a multiple of 8 and gains lie on 16 bytes, as qkv does
+  bool per_head;
+};
+
+// qkv (rows, heads + 2 kv_heads, head_dim): normed and rotated q in place, k and v into the cache.
 void rope_append(void* qkv, int64_t stride, int64_t rows, int heads, const RopeTable& table, const PagedCache& cache,
-                 const float* q_norm, const float* k_norm, float eps, bool plus_one, DType dtype, const Launch& launch);
+                 const HeadNorms& norms, DType dtype, const Launch& launch);
 
 }  // namespace nibblelm::cuda

@@ -1,5 +1,6 @@
-// rope_append: QK-norm, rotary embedding of q and k, and the KV write in one kernel. A decode step has few rows, and
-// every kernel it does without saves about a microsecond a layer.
+// rope_append: norms of the heads, rotary embedding of q and k, and the KV write in one kernel. A decode step has few
+// rows, and every kernel it does without saves about a microsecond a layer.
+#include "norm.cuh"
 #include "paged_cache.cuh"
 #include "rope.cuh"
 
@@ -30,12 +31,36 @@ __device__ __forceinline__ void begin(const RopeTable& t, const PagedCache& c, i
   if (!few) dependency_release();
 }
 
-// One warp takes one head of one row. Values are rounded to T between norm and rotation, as the separate ops do.
+// LayerNorm of a head of d_count values, into `values`, by a warp whose lanes are blockDim.x.
 template <class T>
+__device__ __forceinline__ void centre_head(const T* x, int d_count, const float* gain, const float* bias, float eps,
+                                            float* values) {
+  constexpr int V{kWide<T>}, kHeld{kMaxHeadDim / (V * kWarp)}, kSteps{kHeld * kWarp / kNormLanes};
+  __shared__ float scratch[kWarps][2][kSteps];
+  const auto first = [](int i) { return (i * kWarp + static_cast<int>(threadIdx.x)) * V; };
+  float v[kHeld][V]{};
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i)
+    if (first(i) < d_count) load(x + first(i), v[i]);
+  float (&own)[2][kSteps] = scratch[threadIdx.y];
+  const RowStatistics s = statistics<true>(v, d_count, eps, own[0], own[1]);
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int d = first(i);
+    if (d >= d_count) continue;
+    float normed[V];
+    norm_values(v[i], s, gain + d, bias == nullptr ? nullptr : bias + d, false, normed);
+#pragma unroll
+    for (int j = 0; j < V; ++j) values[d + j] = to_float(from_float<T>(normed[j]));
+  }
+}
+
+// One warp takes one head of one row. Values are rounded to T between norm and rotation, as the separate ops do.
+template <class T, bool kCentred>
 __global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, RopeTable table, PagedCache cache,
-                                   const float* q_norm, const float* k_norm, float eps, bool plus_one) {
+                                   HeadNorms norms) {
   __shared__ float buffer[kWarps][kMaxHeadDim];
-  const int row = blockIdx.x, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const int row = blockIdx.x, warp = threadIdx.y, lane = threadIdx.x;
   begin(table, cache, row, lane);
   const int head = blockIdx.y * kWarps + warp, d_count = cache.head_dim;
   if (head >= heads + 2 * cache.kv_heads) return;
@@ -50,15 +75,21 @@ __global__ void rope_append_kernel(T* qkv, int64_t stride, int rows, int heads, 
   }
 
   float* const values = buffer[warp];
-  float squares = 0.0f;
-  for (int d = lane; d < d_count; d += kWarp) {
-    values[d] = to_float(x[d]);
-    squares = __fmaf_rn(values[d], values[d], squares);
-  }
-  const float* const gain = is_q ? q_norm : k_norm;
-  if (gain != nullptr) {
-    const float factor = head_norm_factor(squares, d_count, eps);
-    for (int d = lane; d < d_count; d += kWarp) values[d] = head_normed<T>(values[d], factor, gain[d], plus_one);
+  const float* const gain = is_q ? norms.q : norms.k;
+  if constexpr (kCentred) {
+    const int own = norms.per_head ? (is_q ? head : kv_head) * d_count : 0;
+    centre_head(x, d_count, gain + own, is_q ? norms.q_bias : norms.k_bias, norms.eps, values);
+  } else {
+    float squares = 0.0f;
+    for (int d = lane; d < d_count; d += kWarp) {
+      values[d] = to_float(x[d]);
+      squares = __fmaf_rn(values[d], values[d], squares);
+    }
+    if (gain != nullptr) {
+      const float factor = head_norm_factor(squares, d_count, norms.eps);
+      for (int d = lane; d < d_count; d += kWarp)
+        values[d] = head_normed<T>(values[d], factor, gain[d], norms.plus_one);
+    }
   }
   __syncwarp();
   for (int i = lane; i < table.half * table.streams; i += kWarp) {
@@ -126,25 +157,24 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   }
 }
 
-bool rotates_halves(const void* qkv, int64_t stride, const RopeTable& t, const PagedCache& c, const float* q_norm,
-                    const float* k_norm, DType dtype) {
+bool rotates_halves(const void* qkv, int64_t stride, const RopeTable& t, const PagedCache& c, const HeadNorms& norms,
+                    DType dtype) {
   const bool cached = c.dtype == DType::bf16 || (c.dtype == DType::i8 && t.half <= 2 * kWarp);
-  return dtype == DType::bf16 && cached && q_norm == nullptr && k_norm == nullptr && t.streams == 1 && !t.interleaved &&
-         2 * t.half == c.head_dim && t.half % 2 == 0 && stride % 2 == 0 && aligned16(qkv, 0);
+  return dtype == DType::bf16 && cached && norms.q == nullptr && norms.k == nullptr && t.streams == 1 &&
+         !t.interleaved && 2 * t.half == c.head_dim && t.half % 2 == 0 && stride % 2 == 0 && aligned16(qkv, 0);
 }
 
 }  // namespace
 
 void rope_append(void* qkv, int64_t stride, int64_t rows, int heads, const RopeTable& table, const PagedCache& cache,
-                 const float* q_norm, const float* k_norm, float eps, bool plus_one, DType dtype,
-                 const Launch& launch) {
+                 const HeadNorms& norms, DType dtype, const Launch& launch) {
   if (rows == 0) return;
   const auto what = [&] {
     return "rope_append rows=" + std::to_string(rows) + " heads=" + std::to_string(heads) + "+2*" +
            std::to_string(cache.kv_heads) + " head_dim=" + std::to_string(cache.head_dim) + " " + name(dtype);
   };
   if (cache.head_dim > kMaxHeadDim) throw std::invalid_argument(what() + ": head_dim is at most 256");
-  if (rotates_halves(qkv, stride, table, cache, q_norm, k_norm, dtype)) {
+  if (rotates_halves(qkv, stride, table, cache, norms, dtype)) {
     // of a prompt, several heads a warp: what a row's entries say is read once
     const int blocks = ceil_div(heads + 2 * cache.kv_heads, kWarps), shared_by = rows < 256 ? 1 : 4;
     launch_kernel(launch, what,
@@ -154,9 +184,14 @@ void rope_append(void* qkv, int64_t stride, int64_t rows, int heads, const RopeT
     return;
   }
   with_activation(dtype, "rope_append", [&]<class T>() {
+    if (norms.centred && (norms.q == nullptr || norms.k == nullptr || cache.head_dim % 8 != 0 ||
+                          !aligned16(qkv, stride * sizeof(T)) || !aligned16(norms.q, 0) || !aligned16(norms.k, 0) ||
+                          !aligned16(norms.q_bias, 0) || !aligned16(norms.k_bias, 0)))
+      throw std::invalid_argument(what() + ": LayerNorm needs gains, on 16 bytes as qkv, and a head_dim of 8 n");
     const dim3 grid(static_cast<unsigned>(rows), ceil_div(heads + 2 * cache.kv_heads, kWarps));
-    launch_kernel(launch, what, rope_append_kernel<T>, grid, dim3(kWarps * kWarp), 0, static_cast<T*>(qkv), stride,
-                  static_cast<int>(rows), heads, table, cache, q_norm, k_norm, eps, plus_one);
+    launch_kernel(launch, what, norms.centred ? rope_append_kernel<T, true> : rope_append_kernel<T, false>, grid,
+                  dim3(kWarp, kWarps), 0, static_cast<T*>(qkv), stride, static_cast<int>(rows), heads, table, cache,
+                  norms);
   });
 }
 

@@ -108,6 +108,36 @@ def _ending(node: Node, linear: Node) -> After | None:
     return endings.get(node.attributes["form"]) if node.op == "gelu" else "relu" if node.op == "relu" else None
 
 
+def layer_norm_append(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | None:
+    """q, k and v out of a projection, layer_norm of the heads of q and of k, append -> layer_norm_append."""
+    shape = ["columns"] * 3 + ["heads", "layer_norm"] * 2 + ["heads", "append"]
+    if [node.op for node in nodes[: len(shape)]] != shape:
+        return None
+    parts, (q, q_norm, k, k_norm, v, append) = nodes[:3], nodes[3 : len(shape)]
+    qkv, size, options = parts[0].inputs["x"], v.attributes["head_dim"], append.attributes
+    norms = q_norm.attributes, k_norm.attributes
+    path = [(parts[0], q, "x"), (q, q_norm, "x"), (q_norm, append, "q"), (parts[1], k, "x"), (k, k_norm, "x")]
+    path += [(k_norm, append, "k"), (parts[2], v, "x"), (v, append, "v")]
+    bounds = [(part.attributes["first"], part.attributes["last"]) for part in parts]
+    if (
+        not all(alone(a.outputs[0]) and b.reads(a.outputs[0], name) for a, b, name in path)
+        or not all(part.reads(qkv, "x") for part in parts)
+        or any(qkv in node.inputs.values() for node in nodes[len(shape) :])
+        or [0, *(last for _, last in bounds)] != [*(first for first, _ in bounds), qkv.width]
+        or any(part.attributes["head_dim"] != size for part in (q, k)) or size % 8 or size > 256
+        or qkv.dtype != torch.bfloat16 or "cos" not in options or "q_cos" in options
+        or norms[0]["eps"] != norms[1]["eps"] or norms[0]["weight"].ndim != norms[1]["weight"].ndim
+    ):  # fmt: skip
+        return None
+    heads = Value(qkv.nodes, qkv.width, qkv.dtype)
+    inputs = {"qkv": heads} | {name: value for name, value in append.inputs.items() if name not in {"q", "k", "v"}}
+    own = {"eps": norms[0]["eps"]}
+    for name, norm in zip("qk", norms, strict=True):
+        own |= {f"{name}_norm": norm["weight"], f"{name}_bias": norm["bias"]}
+    split = Node("heads", {"x": qkv}, {"head_dim": size}, (heads,))
+    return len(shape), [split, Node("layer_norm_append", inputs, options | own, append.outputs)]
+
+
 def rope_attention(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] | None:
     """rope_append, attention of rows that do not see each other -> rope_attention."""
     append, *rest = nodes[:2]
@@ -163,5 +193,5 @@ def linear_chain(nodes: Sequence[Node], alone: Alone) -> tuple[int, list[Node]] 
     return len(steps), [Node("linear_chain", inputs, {"steps": tuple(steps), "activation_bits": bits}, tuple(outputs))]
 
 
-RULES: tuple[Rule, ...] = (add_norm, norm_for_each, norm_linear, rope_attention, linear_chain)
+RULES: tuple[Rule, ...] = (add_norm, norm_for_each, norm_linear, layer_norm_append, rope_attention, linear_chain)
 RELATED_RULES: tuple[Rule, ...] = tuple(rule for rule in RULES if rule is not rope_attention)

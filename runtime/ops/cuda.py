@@ -28,6 +28,7 @@ geglu = on_card(cuda_ops.geglu)
 gelu = on_card(cuda_ops.gelu)
 kv_append = on_card(cuda_attention.kv_append)
 layer_norm = on_card(cuda_ops.layer_norm)
+layer_norm_append = on_card(cuda_attention.layer_norm_append)
 log_softmax = on_card(cuda_ops.log_softmax)
 mask_logits = on_card(cuda_sample.mask_logits)
 rms_norm = on_card(cuda_ops.rms_norm)
@@ -59,6 +60,7 @@ __all__ = [
     "gelu",
     "kv_append",
     "layer_norm",
+    "layer_norm_append",
     "linear",
     "linear_chain",
     "log_softmax",

@@ -106,10 +106,50 @@ def rope_append(
     heads = all_heads - 2 * k_cache.shape[1]
     fits = heads > 0 and head_dim == k_cache.shape[3] and vector(q_norm, head_dim) and vector(k_norm, head_dim)
     require_arguments(fits, "rope_append", "qkv (M, H + 2 Hkv, D), norms (D,) fp32", qkv, q_norm, k_norm)
-    kernels.rope_append(
-        qkv.data_ptr(), qkv.stride(0), m, heads, table, cache, address(q_norm), address(k_norm), eps, plus_one,
-        DTYPES[qkv.dtype], *launch_args(),
+    norms = kernels.HeadNorms(q=address(q_norm), k=address(k_norm), eps=eps, plus_one=plus_one)
+    kernels.rope_append(qkv.data_ptr(), qkv.stride(0), m, heads, table, cache, norms, DTYPES[qkv.dtype], *launch_args())
+    return qkv[:, :heads]
+
+
+def layer_norm_append(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    tables: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Pages,
+    v_cache: Pages,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    q_bias: Tensor | None,
+    k_bias: Tensor | None,
+    eps: float,
+    interleaved: bool = False,
+    places: Tensor | None = None,
+) -> Tensor:
+    """`layer_norm` of each head of q and k, then `rope_append` without norms, with their bits, in one kernel.
+
+    q_norm and k_norm (D,), or (H, D) and (Hkv, D), q_bias and k_bias (D,) or None, fp32; D a multiple of 8; else as in
+    `rope_append`.
+    """
+    table = _rope_table(qkv, positions if places is None else places, cos, sin, interleaved)
+    m, all_heads, head_dim = qkv.shape
+    cache = _paged_cache("layer_norm_append", m, k_cache, v_cache, slots, positions, tables)
+    heads, per_head = all_heads - 2 * k_cache.shape[1], q_norm.ndim == 2
+    q_gains, k_gains = ((count, head_dim) if per_head else (head_dim,) for count in (heads, k_cache.shape[1]))
+    fits = heads > 0 and head_dim == k_cache.shape[3] and vector(q_bias, head_dim) and vector(k_bias, head_dim)
+    gains = q_norm.shape == q_gains and k_norm.shape == k_gains and q_norm.dtype == k_norm.dtype == torch.float32
+    require_arguments(
+        fits and gains and q_norm.is_contiguous() and k_norm.is_contiguous() and head_dim % 8 == 0,
+        "layer_norm_append", "qkv (M, H + 2 Hkv, D), D a multiple of 8, gains (D,) or (H, D) and (Hkv, D), biases (D,) "
+        "fp32", qkv, q_norm, k_norm, q_bias, k_bias,
     )  # fmt: skip
+    norms = kernels.HeadNorms(
+        q=q_norm.data_ptr(), k=k_norm.data_ptr(), q_bias=address(q_bias), k_bias=address(k_bias), eps=eps,
+        centred=True, per_head=per_head,
+    )  # fmt: skip
+    kernels.rope_append(qkv.data_ptr(), qkv.stride(0), m, heads, table, cache, norms, DTYPES[qkv.dtype], *launch_args())
     return qkv[:, :heads]
 
 

@@ -105,6 +105,11 @@ OWN_NAMES: dict[str, dict[str, str | None]] = {
 }  # fmt: skip
 
 
+HEAD_NORMS: dict[str, dict[str, Any]] = {
+    "stablelm": {"qk_layernorm": True}, "cohere": {"use_qk_norm": True}, "phi": {"qk_layernorm": True}
+}  # fmt: skip
+
+
 def raw_config(model_type: str, **changes: Any) -> dict[str, Any]:
     sizes = dict(
         hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
@@ -368,7 +373,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_rules_change_no_bit(
     model_type: str, head_dim: int, bits: int, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
-    raw, module = raw_config(model_type, head_dim=head_dim), family({"model_type": model_type})
+    head_norms = HEAD_NORMS.get(model_type, {}) if head_dim in (80, 128, 256) else {}
+    raw, module = raw_config(model_type, head_dim=head_dim, **head_norms), family({"model_type": model_type})
     config = module.read_config(raw)
     weights = LivelyWeights(device, dtype, 24 if dtype == torch.float32 else 16, bits, -1)
     model = module.Model(weights, config, 64)

@@ -15,7 +15,7 @@ from nibblelm.models import families
 from nibblelm.ops.types import LinearStep, PackedLinear, PostNorm, Weight
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_fusion import BF16, CUDA, ShapesOnly, names, raw_config, step_of
+from test_fusion import BF16, CUDA, HEAD_NORMS, ShapesOnly, names, raw_config, step_of
 
 
 class Seeded(ShapesOnly):
@@ -57,6 +57,17 @@ def parts_in_float64() -> dict[str, Any]:
         centred = h - h.mean(-1, keepdim=True)
         normed = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight
         return (normed if bias is None else normed + bias), h
+
+    def append(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        return q + k.mean() * v.mean()
+
+    def layer_norm_append(
+        qkv: Tensor, q_norm: Tensor, k_norm: Tensor, k_cache: Tensor, eps: float, **given: Any
+    ) -> Any:
+        kv_heads = k_cache.shape[1]
+        q, k, v = qkv.split([qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads], 1)
+        q, k = layer_norm(q, q_norm, given["q_bias"], eps)[0], layer_norm(k, k_norm, given["k_bias"], eps)[0]
+        return append(q, k, v)
 
     def gelu(x: Tensor, form: str) -> Tensor:
         return torch.nn.functional.gelu(x, approximate="tanh" if form == "tanh" else "none")
@@ -104,17 +115,17 @@ def parts_in_float64() -> dict[str, Any]:
 
     return {
         "embedding": lambda ids, table, multiplier, **_: table[ids] * multiplier,
-        "heads": lambda x, **_: x,
+        "heads": lambda x, head_dim: x.unflatten(1, (-1, head_dim)),
         "columns": lambda x, first, last: x[:, first:last],
-        "rope_append": lambda qkv, q_norm=None, **_: qkv,
-        "append": lambda q, k, v, **_: q + k.mean() * v.mean(),
-        "attention": lambda q, **_: q.tanh(),
+        "rope_append": lambda qkv, q_norm=None, **_: qkv.flatten(1),
+        "append": append,
+        "attention": lambda q, **_: q.flatten(1).tanh(),
         "add": lambda x, y: x + y,
         "softcap": lambda x, cap: cap * (x / cap).tanh(),
         "scale": lambda x, factor: x * factor,
         "relu": lambda x: x.relu(),
         **{"swiglu": gated, "geglu": gated, "linear": linear, "rms_norm": rms_norm, "layer_norm": layer_norm},
-        **{"gelu": gelu},
+        **{"gelu": gelu, "layer_norm_append": layer_norm_append},
         **{"norm_linear": norm_linear, "linear_chain": linear_chain},
     }
 
@@ -128,10 +139,11 @@ def in_float64(graph: Graph, *inputs: Tensor) -> Tensor:
     return held[graph.output]
 
 
-@pytest.mark.parametrize("model_type", sorted(families()))
-def test_fused_nodes_have_the_value_of_their_parts(model_type: str) -> None:
+@pytest.mark.parametrize(("model_type", "changes"), [*((name, {}) for name in sorted(families())), *HEAD_NORMS.items()])
+def test_fused_nodes_have_the_value_of_their_parts(model_type: str, changes: dict[str, Any]) -> None:
     """Which gain, which residual and which sum go where."""
-    graph, ids = step_of(raw_config(model_type), Seeded()), torch.arange(5)
+    graph, ids = step_of(raw_config(model_type, **changes), Seeded()), torch.arange(5)
+    assert not changes or "layer_norm_append" in names(fused(graph))
     want = in_float64(graph, ids, *(4 * [ids]))
     assert torch.equal(in_float64(fused(graph, related=True), ids, *(4 * [ids])), want)
     assert want.isfinite().all()

@@ -176,6 +176,36 @@ def test_rope_append(normed: bool, streams: int, dtype: torch.dtype, cache_dtype
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", [BF16, INT8])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_layer_norm_append(per_head: bool, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    """The bits of layer_norm, rope and kv_append one after the other."""
+    for m, heads, kv_heads, d, part, interleaved in (
+        (1, 4, 4, 8, 1, False), (7, 6, 2, 80, 4, False), (3, 32, 8, 160, 4, False), (5, 8, 8, 128, 1, True),
+        (2, 2, 1, 256, 2, False),
+    ):  # fmt: skip
+        qkv = normal(m, heads + 2 * kv_heads, d, dtype=dtype) + 0.5
+        slots, positions = torch.arange(m, device=DEVICE).int(), torch.randint(0, 150, (m,)).int().to(DEVICE)
+        cos, sin = tables(150, d // 2 // part)
+        gains = [normal(*((count, d) if per_head else (d,)), seed=count) for count in (heads, kv_heads)]
+        biases = [None, None] if per_head else [normal(d, seed=8), normal(d, seed=9)]
+        page_tables = table_of(m, 150, DEVICE)
+        caches = [filled(3 * m + 1, kv_heads, d, cache_dtype) for _ in range(4)]
+        q, k, v = qkv.clone().split((heads, kv_heads, kv_heads), 1)
+        want, k = (ops.layer_norm(x, gain, bias, 1e-5)[0] for x, gain, bias in zip((q, k), gains, biases, strict=True))
+        for x in (want, k):
+            ops.rope(x, positions, cos, sin, interleaved)
+        ops.kv_append(k, v, caches[0], caches[1], slots, positions, page_tables)
+        got = ops.backend(DEVICE).layer_norm_append(
+            qkv, positions, slots, page_tables, cos, sin, *caches[2:], *gains, *biases, 1e-5, interleaved
+        )
+        assert got.isfinite().all()
+        for both in ((got, want), (caches[2], caches[0]), (caches[3], caches[1])):
+            assert same_bits(*both)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_kv_append_in_int8(dtype: torch.dtype) -> None:
     """Codes and scales of the definition to the bit: ties, zeros, tiny and huge rows, and some that are not finite."""
     for d in (8, 40, 128, 256):
