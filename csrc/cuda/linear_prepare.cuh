@@ -289,6 +289,14 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
   if (R == 1 && norms > 0 && (!Post || norms < 3) && begin < last) load_gain(a, a.gain, begin, gain);
   if (Post && R == 1 && norms > 1 && begin < last) load_gain(a, a.post_gain, begin, post_gain);
   if (Layer && R == 1 && a.gain_bias != nullptr && begin < last) load_constant(a.gain_bias + begin, bias);
+  if constexpr (R > 1) {  // no registers for them: asked into L2, which the weights have driven them out of
+#pragma unroll 1
+    for (int k = begin; norms > 0 && k < last; k += step) {
+      if (!Post || norms < 3) prefetch_l2(a.gain + k);
+      if (Post && norms > 1) prefetch_l2(a.post_gain + k);
+      if (Layer && a.gain_bias != nullptr) prefetch_l2(a.gain_bias + k);
+    }
+  }
   wait();
   // No more than the slices have: what lies behind belongs to other warps already.
   if (kSummed && static_cast<int>(threadIdx.x) < share.slices * D) slice_sums[threadIdx.x] = 0;
