@@ -181,9 +181,12 @@ def _described(args: argparse.Namespace, runner: "Runner", facts: dict[str, Any]
     """What was measured, in every row."""
     import torch
 
+    from nibblelm.ops.devices import kernels
+
     return {
         "shape": facts["shape"],
         "device": torch.cuda.get_device_name(runner.device) if runner.device.type == "cuda" else "cpu",
+        "kernels": kernels(runner.device),
         "dtype": args.dtype,
         "activations": facts["activations"],
         "kv": {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8"}[runner.kv_dtype],

@@ -182,12 +182,12 @@ def test_bench_measures_drafts(
 
     quick = partial(benchmark.measure_drafts, repeats=1, seconds=0.01, warmup=0)
     monkeypatch.setattr(benchmark, "measure_drafts", quick)
-    load = ["--prompt-tokens", "40", "--gen-tokens", "60", "--batch", "2", "--device", "cpu"]
+    load = ["--prompt-tokens", "40", "--gen-tokens", "60", "--batch", "1", "--device", "cpu"]
     drafts = ["--speculate", "ngram", "--acceptance", "1", "0"]
     assert main(["bench", "-m", stories, *load, *drafts, "--json"]) == 0
     whole, spoiled = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert whole["ids_hash"] == spoiled["ids_hash"]
-    assert whole["accepted_tokens"] > 0.8 * whole["draft_tokens"] > 60
+    assert whole["accepted_tokens"] > 0.8 * whole["draft_tokens"] > 30
     assert spoiled["draft_tokens"] > spoiled["accepted_tokens"] == 0
     assert main(["bench", "-m", stories, *load, *drafts]) == 0
     assert "100 % of it as it was" in capsys.readouterr().out
