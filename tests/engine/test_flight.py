@@ -14,11 +14,12 @@ import torch
 from nibblelm import LLM, SamplingParams, choosing, decode_steps, engine_core, executor, mixed_steps, scheduler
 from nibblelm.decode_steps import DecodeStep, SampledSteps
 from nibblelm.ops import PAGE, SamplingState
+from nibblelm.ops.devices import kernels
 from nibblelm.prompt_steps import Prompt
 from nibblelm.runner import Runner
 from nibblelm.sampler import Sampled
 from nibblelm.scheduler import Scheduler
-from nibblelm.speculation import Speculation
+from nibblelm.speculation import STEP_COST, Speculation
 from nibblelm.stats import Stats
 
 
@@ -182,6 +183,7 @@ def test_drafts_land_a_flight_and_change_nothing(
         return pays, failed
 
     monkeypatch.setattr(Speculation, "propose", watched)
+    monkeypatch.setitem(STEP_COST, kernels(torch.device("cpu")), STEP_COST["cuda"])  # else as this machine's rows cost
     llm = LLM(folder, device="cpu", dtype="fp32", max_sequences=sequences, speculate="ngram")
     outputs = llm.generate(prompts, params)
     assert [output.token_ids for output in outputs] == want
