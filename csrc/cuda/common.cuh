@@ -139,8 +139,23 @@ __device__ __forceinline__ T load_shared(uint32_t at) {
   return out;
 }
 
+// Where `wanted`; other lanes keep what they have, and take no part of the memory's time.
+__device__ __forceinline__ void load_shared_if(bool wanted, uint32_t at, uint4& v) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+               : "r"(at), "r"(static_cast<uint32_t>(wanted)));
+}
+
 __device__ __forceinline__ void store_shared(uint32_t at, const float4& v) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t at, int v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(uint32_t at, const int2& v) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(v.x), "r"(v.y) : "memory");
 }
 
 __device__ __forceinline__ void store_shared(uint32_t at, float v) {

@@ -179,10 +179,11 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C, Joined, E>
         const int stage_k = k + stage * Fmt::kStageK;
         if constexpr (Grouped && C == 1 && D == 2) {
           at.group_mask == GroupAt<F>::kSimple
-              ? multiply_stage<F, Grouped, D, C, true>(a, tile, data, here, group, stage_k, lane)
-              : multiply_stage<F, Grouped, D, C, false>(a, tile, data, here, group, stage_k, lane);
+              ? multiply_stage<F, Grouped, D, C, true, false>(a, tile, data, here, group, stage_k, lane)
+              : multiply_stage<F, Grouped, D, C, false, false>(a, tile, data, here, group, stage_k, lane);
         } else {
-          multiply_stage<F, Grouped, D, C, false>(a, tile, data, here, group, stage_k, lane);
+          constexpr bool kFewLanes{C == 1 && Tiles::kDigits && !Grouped && E == Extras::none};
+          multiply_stage<F, Grouped, D, C, false, kFewLanes>(a, tile, data, here, group, stage_k, lane);
         }
 #pragma unroll
         for (int t = 0; t < Tiles::kTiles; ++t) here.row[t] += Fmt::kStageK / 8 * at.kChunk;
@@ -231,7 +232,14 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C, Joined, E>
       if constexpr (C == 1) {
         at.bits = at.read_bits(strip + p.strip_warps() * w.strip_step);
         if (Reduce::kRaw && a.images == nullptr && x_total != x_total) {  // not needed before now
-          x_total = row_total<D>(sums, 1, scales, 1, p.block_slices());
+          x_total = row_total<kGroupWords<D>>(sums, scales);
+        }
+      }
+      if constexpr (Reduce::kRaw) {
+        if (a.images == nullptr) {  // and no other block has any of K
+          reduce.finish_raw(terms, bias, x_total, [&] { wait_at(full, lap); });
+          barrier_arrive(at.empty + in_flight * 8);
+          continue;
         }
       }
       wait_at(full, lap);

@@ -48,6 +48,7 @@ struct TileRow {
   const LargeArgs& g;
   int row;
   int kSumStep{g.p.rows};
+  static constexpr int kSliceWords{D};
 
   __device__ __forceinline__ uint8_t* tile(int k) const {
     constexpr int kTileK{128 / Format<F>::kPlaneBytes};
@@ -74,6 +75,7 @@ struct TileRow {
     return g.sums + (slice * D + d) * g.p.padded_rows() + row;
   }
   __device__ __forceinline__ float* scale(int slice) const { return g.scales + slice * g.p.padded_rows() + row; }
+  __device__ __forceinline__ void pad_scales(int) const {}
   __device__ __forceinline__ void store_total(float total) const { g.totals[row] = total; }
 };
 

@@ -316,7 +316,7 @@ __device__ __forceinline__ void store_planes(uint8_t* shared, const PlaneWords<F
 // Where 8 columns of a row's planes start, from column k on (a multiple of 8). Digits of 64 columns lie as the lanes
 // read them: [k / 8 % 4][digit][k / 32 % 2], so that 16 bytes serve two tiles and 8 lanes meet all banks.
 template <WeightFormat F, int D>
-__device__ __forceinline__ int plane_offset(int k) {
+__device__ __forceinline__ int plane_offset(uint32_t k) {
   if constexpr (kDigitColumns<F, D>) {
     return k / 64 * 128 + k / 8 % 4 * 32 + k / 32 % 2 * 8;
   } else {

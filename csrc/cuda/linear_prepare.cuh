@@ -15,7 +15,7 @@ static_assert(kMaxNormColumns <= kMostRounds * kRound * kDecodeWarps);
 
 // Sums of a row on their way.
 template <int D>
-struct RowScratch {
+struct alignas(16) RowScratch {
   float steps[kMaxNormColumns / kStepK];  // of squares
   static_assert(kStepK == 8 * kNormLanes);
   uint32_t largest[kDecodeWarps];
@@ -44,8 +44,9 @@ struct WarpShare {
 // Where a row's planes, digit sums and scales go in an image of the decode kernel.
 template <WeightFormat F, int D, int C>
 struct ImageRow {
-  static constexpr int kSumStep{C};  // between the words of a group's digit sums
-  uint8_t* planes;                   // of column `first_column`
+  static constexpr int kSumStep{C};                               // between the words of a group's digit sums
+  static constexpr int kSliceWords{C == 1 ? kGroupWords<D> : D};  // of a slice's digit sums
+  uint8_t* planes;                                                // of column `first_column`
   int first_column;
   uint8_t* image;
   int row;
@@ -60,10 +61,17 @@ struct ImageRow {
     return sums() + (k - first_column >> shift) * kGroupWords<D> * C;
   }
   __device__ __forceinline__ int* slice_sum(int slice, int d) const {
-    return sums() + ((slice & (p.block_slices() - 1)) * D + d) * C;
+    return sums() + ((slice & (p.block_slices() - 1)) * kSliceWords + d) * C;
   }
   __device__ __forceinline__ float* scale(int slice) const {
     return reinterpret_cast<float*>(image + p.scales_at) + (slice & (p.block_slices() - 1)) * C + row;
+  }
+  // One row's scales stand for all slices there may be, so that who adds need not ask how many there are.
+  __device__ __forceinline__ void pad_scales(int slices) const {
+    const int slice = threadIdx.x;
+    if (C == 1 && p.parts_log == 0 && slice >= slices && slice < kMaxSlices) {
+      reinterpret_cast<float*>(image + p.scales_at)[slice] = 0.0f;
+    }
   }
   __device__ __forceinline__ void store_total(float total) const {
     for (int part = 0; part < p.parts(); ++part) {
@@ -72,24 +80,22 @@ struct ImageRow {
   }
 };
 
-// The sum of a row of x from its slices' digit sums and scales, which are `digit_step` and `scale_step` apart.
-template <int D>
-__device__ __forceinline__ float row_total(const int* digits, int digit_step, const float* scales, int scale_step,
-                                           int slices) {
-  int own[kMaxSlices][D];
-  float scale[kMaxSlices], total{0.0f};
+// The sum of a row of x from the digit sums (W words each) and scales of kMaxSlices slices, zeros where it has fewer.
+template <int W>
+__device__ __forceinline__ float row_total(const int* sums, const float* scales) {
+  alignas(16) int own[kMaxSlices][W];
+  alignas(16) float scale[kMaxSlices];
 #pragma unroll
-  for (int i = 0; i < kMaxSlices; ++i) {  // asked for together: somebody waits for the result
-    const int slice = min(i, slices - 1);
-    scale[i] = scales[slice * scale_step];
-#pragma unroll
-    for (int d = 0; d < D; ++d) own[i][d] = digits[(slice * D + d) * digit_step];
+  for (int i = 0; i < kMaxSlices * W; i += 4) {
+    *reinterpret_cast<int4*>(own[0] + i) = *reinterpret_cast<const int4*>(sums + i);
   }
 #pragma unroll
-  for (int i = 0; i < kMaxSlices; ++i) {
-    const float more = fmaf(join_digits<D>(own[i]), scale[i], total);
-    total = i < slices ? more : total;
+  for (int i = 0; i < kMaxSlices; i += 4) {
+    *reinterpret_cast<float4*>(scale + i) = *reinterpret_cast<const float4*>(scales + i);
   }
+  float total{0.0f};
+#pragma unroll
+  for (int i = 0; i < kMaxSlices; ++i) total = fmaf(join_digits<W>(own[i]), scale[i], total);
   return total;
 }
 
@@ -197,12 +203,13 @@ __device__ __forceinline__ void emit(const DecodeArgs& a, int k, bool in, const 
   }
 }
 
-// Adds a warp's digits to the sums of its slice, D neighbours.
-template <int D>
+// Adds a warp's digits to the sums of its slice, W neighbours; in one word they are those of an integer.
+template <int W, int D>
 __device__ __forceinline__ void add_digits(const int (&total)[D], int* slice_sums) {
+  static_assert(W == D || D == 2);
 #pragma unroll
-  for (int d = 0; d < D; ++d) {
-    const int all = __reduce_add_sync(kAllLanes, total[d]);
+  for (int d = 0; d < W; ++d) {
+    const int all = __reduce_add_sync(kAllLanes, W < D ? total[0] * 256 + total[1] : total[d]);
     if (threadIdx.x % kWarp == 0) atomicAdd(slice_sums + d, all);
   }
 }
@@ -211,12 +218,21 @@ __device__ __forceinline__ void add_digits(const int (&total)[D], int* slice_sum
 template <int D, class To>
 __device__ __forceinline__ void put_slice_sums(const WarpShare& share, const RowScratch<D>& scratch, const To& to,
                                                bool whole) {
+  constexpr int kWords{To::kSliceWords};
   const int lane = threadIdx.x % kWarp;
   __syncthreads();
-  if (share.sub == 0 && lane < D) *to.slice_sum(share.slice, lane) = scratch.sums[share.slice * D + lane];
-  if (whole && threadIdx.x == 0) {
-    to.store_total(row_total<D>(scratch.sums, 1, scratch.scales, 1, share.slices));
-  }
+  if (share.sub == 0 && lane < kWords) *to.slice_sum(share.slice, lane) = scratch.sums[share.slice * kWords + lane];
+  if (whole && threadIdx.x == 0) to.store_total(row_total<kWords>(scratch.sums, scratch.scales));
+}
+
+// By the whole block, before `add_digits`: sums of all slices there may be, and the scales of those that are not there.
+template <int D, class To>
+__device__ __forceinline__ void clear_sums(const WarpShare& share, RowScratch<D>& scratch, const To& to,
+                                           int* slice_sums) {
+  const int i = threadIdx.x;
+  if (i < kMaxSlices * To::kSliceWords) slice_sums[i] = 0;
+  if (i >= share.slices && i < kMaxSlices) scratch.scales[i] = 0.0f;
+  to.pad_scales(share.slices);
 }
 
 // One row, or what a block takes of it, by the whole block. `stage`: where bf16 activations wait for their scale, from
@@ -231,7 +247,7 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
     largest = __reduce_max_sync(kAllLanes, largest);
     if (lane == 0) scratch.largest[warp] = largest;
   };
-  if (kSummed && threadIdx.x < kMaxSlices * D) scratch.sums[threadIdx.x] = 0;
+  if (kSummed) clear_sums(share, scratch, to, scratch.sums);
   uint32_t largest{0};
   if constexpr (!kFloat) {
     largest = stage_row<Aligned>(a, share, row, stage);
@@ -263,26 +279,26 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
     });
   }
   if constexpr (kSummed) {
-    add_digits<D>(total, scratch.sums + share.slice * D);
+    add_digits<To::kSliceWords>(total, scratch.sums + share.slice * To::kSliceWords);
     put_slice_sums<D>(share, scratch, to, to_memory);
   }
 }
 
-// The same for a row of which every thread has at most 8 R activations, after a norm where there is one, and what E
-// says before the residual is added: they stay in registers, and what does not depend on them is done before the wait
-// for what stores them. `slice_sums` in shared memory (D a slice of the block's) gets the digit sums.
-template <WeightFormat F, bool Grouped, int D, int R, Extras E, class To, class Wait>
+// The same for a row of which every thread has at most 8 R activations, after a norm where there is one (Normed: it is
+// compiled for that), and what E says before the residual is added: they stay in registers, and what does not depend on
+// them is done before the wait for what stores them. `slice_sums` in shared memory gets the digit sums.
+template <WeightFormat F, bool Grouped, int D, int R, Extras E, bool Normed, class To, class Wait>
 __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, const WarpShare& share,
                                                   RowScratch<D>& scratch, const To& to, int* slice_sums, Wait wait) {
   constexpr bool kScaled{Format<F>::kScaled}, kSummed{Format<F>::kInteger && !Grouped};
-  constexpr bool Post{E == Extras::post}, Layer{E == Extras::layer};
+  constexpr bool Post{Normed && E == Extras::post}, Layer{E == Extras::layer};
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, begin = share.begin(), step = share.step();
   const int last = min(share.last, a.k);
   const RowSource source(a, row, begin, Post && a.post_gain != nullptr);
   const bf16* addend{nullptr};
   if (Layer && a.addend != nullptr) addend = keep(static_cast<const bf16*>(a.addend) + row * a.addend_stride + begin);
   // 1: of the sum with the residual; 2: of x too; 3: of x alone
-  const int plain = a.gain != nullptr;
+  const int plain = Normed && a.gain != nullptr;
   const int norms = keep(!Post || a.post_gain == nullptr ? plain : plain == 1 ? 2 : 3);
   const float each = keep(1.0f / static_cast<float>(a.k)), eps = keep(a.eps);
   float gain[8]{}, post_gain[8]{}, bias[8]{};
@@ -298,8 +314,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
     }
   }
   wait();
-  // No more than the slices have: what lies behind belongs to other warps already.
-  if (kSummed && static_cast<int>(threadIdx.x) < share.slices * D) slice_sums[threadIdx.x] = 0;
+  if (kSummed) clear_sums(share, scratch, to, slice_sums);
   Chunk<false> x[R]{};
 #pragma unroll
   for (int r = 0; r < R; ++r) {
@@ -337,7 +352,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
       }
     }
   };
-  if (norms > 0) {
+  if (Normed && norms > 0) {
     if (Post && norms > 1) {
       Chunk<false> first{};  // asked for before the norm where registers allow
       if (R == 1 && begin < last) first = RowSource::read(RowSource::residual_of(a, row, begin));
@@ -370,7 +385,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
     const int k = begin + r * step;
     emit<F, Grouped, D>(a, k, k < share.last, to, inverse, total, [&](float (&v)[8]) { x[r].unpack(v); });
   }
-  if constexpr (kSummed) add_digits<D>(total, slice_sums + share.slice * D);
+  if constexpr (kSummed) add_digits<To::kSliceWords>(total, slice_sums + share.slice * To::kSliceWords);
 }
 
 // Row blockIdx.x to memory, in whatever form `to` gives it; `stage`: 2 K bytes of shared memory, unless x is fp32.
@@ -385,8 +400,8 @@ __device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const War
   if constexpr (!kFloatActivations<F, D>) {
     if (a.x_aligned && a.plan.row_rounds <= kMostRounds) {
       a.plan.row_rounds == 1
-          ? prepare_short_row<F, Grouped, D, 1, E>(a, row, share, scratch, to, scratch.sums, wait)
-          : prepare_short_row<F, Grouped, D, kMostRounds, E>(a, row, share, scratch, to, scratch.sums, wait);
+          ? prepare_short_row<F, Grouped, D, 1, E, true>(a, row, share, scratch, to, scratch.sums, wait)
+          : prepare_short_row<F, Grouped, D, kMostRounds, E, true>(a, row, share, scratch, to, scratch.sums, wait);
       if constexpr (Format<F>::kInteger && !Grouped) put_slice_sums<D>(share, scratch, to, true);
       return;
     }
@@ -431,8 +446,13 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
       const WarpShare share(a, 0, p.block_log);
       const ImageRow<F, D, 1> to{image + p.planes_at + share.slice * p.plane_pad, 0, image, 0, a};
       int* const digits = to.sums();
-      p.row_rounds == 1 ? prepare_short_row<F, Grouped, D, 1, E>(a, 0, share, sums, to, digits, wait)
-                        : prepare_short_row<F, Grouped, D, kMostRounds, E>(a, 0, share, sums, to, digits, wait);
+      if (p.row_rounds == 1) {
+        prepare_short_row<F, Grouped, D, 1, E, true>(a, 0, share, sums, to, digits, wait);
+      } else if (p.row_rounds == 2 && a.gain == nullptr && a.post_gain == nullptr) {
+        prepare_short_row<F, Grouped, D, 2, E, false>(a, 0, share, sums, to, digits, wait);
+      } else {
+        prepare_short_row<F, Grouped, D, kMostRounds, E, true>(a, 0, share, sums, to, digits, wait);
+      }
       return;
     }
   }

@@ -105,12 +105,19 @@ struct Reduction {
     }
   }
 
+  __device__ __forceinline__ uint32_t raw_at(int slice, int row) const {
+    return shared_address(red) + (slice * kStripRows + row) * D * 4;
+  }
   __device__ __forceinline__ void deliver_raw(const Tiles& tile, int from) const {
+    if (lane % 4 != 0) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (int* const to = place(h, from)) {
+      const uint32_t to = raw_at(from, lane / 4) + h * 8 * D * 4;
+      if constexpr (D == 2) {
+        store_shared(to, make_int2(tile.raw(0, 0, h, 0), tile.raw(0, 1, h, 0)));
+      } else {
 #pragma unroll
-        for (int d = 0; d < D; ++d) to[d] = tile.raw(0, d, h, 0);
+        for (int d = 0; d < D; ++d) store_shared(to + d * 4, tile.raw(0, d, h, 0));
       }
     }
   }
@@ -160,6 +167,41 @@ struct Reduction {
     } else {
       return __int_as_float(*from);
     }
+  }
+
+  // One row's digit sums of a block that has all of K: what `finish` does, with all that does not depend on the sums
+  // before `wait`, since the next link waits for this.
+  template <class Wait>
+  __device__ __forceinline__ void finish_raw(const RowTerms& terms, float bias, float x_total, Wait wait) const {
+    constexpr int kHeld{kMaxSlices / 2};  // slices of a lane
+    const int row = lane % kStripRows, first = lane / kStripRows * kHeld, last = a.plan.block_slices() - 1;
+    uint32_t from[kHeld];
+#pragma unroll
+    for (int s = 0; s < kHeld; ++s) from[s] = raw_at(min(first + s, last), row);
+    alignas(16) float scale[kHeld];  // zero for slices that are not there
+    *reinterpret_cast<float4*>(scale) = *reinterpret_cast<const float4*>(scales + first);
+    wait();
+    float value[kHeld], sum{0.0f};
+#pragma unroll
+    for (int s = 0; s < kHeld; ++s) {
+      int raws[D];
+      if constexpr (D == 2) {
+        const uint2 both = load_shared<uint2>(from[s]);
+        raws[0] = static_cast<int>(both.x), raws[1] = static_cast<int>(both.y);
+      } else {
+#pragma unroll
+        for (int d = 0; d < D; ++d) raws[d] = load_shared<int>(from[s] + d * 4);
+      }
+      value[s] = join_digits<D>(raws);
+    }
+    const auto add = [&] {
+#pragma unroll
+      for (int s = 0; s < kHeld; ++s) sum = fmaf(value[s], scale[s], sum);
+    };
+    add();
+    sum = __shfl_xor_sync(kAllLanes, sum, kStripRows);  // the upper half goes on where the lower one ends
+    add();
+    store(0, row, finish_row(terms, a.has_minimum, sum, x_total), bias, first > 0);
   }
 
   // Warp `me` of the strip finishes every strip_warps()th round of two rows of x, a half of the warp each; one row of x

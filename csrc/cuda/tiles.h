@@ -144,13 +144,14 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   const bool digits = digit_columns(w.integer(), planes);
   const int columns = decode_columns(m, digits);
   const bool grouped = w.integer() && w.group_size != 0;
-  const int sums = !w.integer() ? 0 : grouped ? steps * kStepK / w.group_size : p.block_slices();
+  const int slices = w.integer() && !grouped && m == 1 ? kMaxSlices : p.block_slices();  // with those not there
+  const int sums = !w.integer() ? 0 : grouped ? steps * kStepK / w.group_size : slices;
   p.column_bytes = planes * (w.integer() ? 1 : 2);
   p.plane_pad = digits ? 0 : 64;  // rows on different banks
   p.planes_at = 0;
   p.sums_at = m * (steps * kStepK * p.column_bytes + (p.plane_pad << block_log));
   p.scales_at = p.sums_at + sums * planes * columns * 4;
-  p.totals_at = p.scales_at + p.block_slices() * columns * 4;
+  p.totals_at = p.scales_at + slices * columns * 4;
   p.image_bytes = (p.totals_at + columns * 4 + 15) / 16 * 16;
 
   p.row_rounds = row_rounds(slices_log, w.steps());
