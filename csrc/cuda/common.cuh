@@ -139,13 +139,6 @@ __device__ __forceinline__ T load_shared(uint32_t at) {
   return out;
 }
 
-// Where `wanted`; other lanes keep what they have, and take no part of the memory's time.
-__device__ __forceinline__ void load_shared_if(bool wanted, uint32_t at, uint4& v) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-               : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-               : "r"(at), "r"(static_cast<uint32_t>(wanted)));
-}
-
 __device__ __forceinline__ void store_shared(uint32_t at, const float4& v) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(at), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }

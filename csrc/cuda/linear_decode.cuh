@@ -179,11 +179,10 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C, Joined, E>
         const int stage_k = k + stage * Fmt::kStageK;
         if constexpr (Grouped && C == 1 && D == 2) {
           at.group_mask == GroupAt<F>::kSimple
-              ? multiply_stage<F, Grouped, D, C, true, false>(a, tile, data, here, group, stage_k, lane)
-              : multiply_stage<F, Grouped, D, C, false, false>(a, tile, data, here, group, stage_k, lane);
+              ? multiply_stage<F, Grouped, D, C, true>(a, tile, data, here, group, stage_k, lane)
+              : multiply_stage<F, Grouped, D, C, false>(a, tile, data, here, group, stage_k, lane);
         } else {
-          constexpr bool kFewLanes{C == 1 && Tiles::kDigits && !Grouped && E == Extras::none};
-          multiply_stage<F, Grouped, D, C, false, kFewLanes>(a, tile, data, here, group, stage_k, lane);
+          multiply_stage<F, Grouped, D, C, false>(a, tile, data, here, group, stage_k, lane);
         }
 #pragma unroll
         for (int t = 0; t < Tiles::kTiles; ++t) here.row[t] += Fmt::kStageK / 8 * at.kChunk;

@@ -175,9 +175,8 @@ __device__ __forceinline__ void multiply_full(float (&acc)[Tiles][D][4], const u
 }
 
 // Adds the products of the stage at `here` (in the ring, a shared address) with the planes; k is its first column.
-// Simple: its groups are as GroupAt::kSimple says, and there is one row of x. FewLanes: only those lanes read digits
-// that have columns of x's one row, which is a quarter less of shared memory's time, if registers allow.
-template <WeightFormat F, bool Grouped, int D, int C, bool Simple, bool FewLanes>
+// Simple: its groups are as GroupAt::kSimple says, and there is one row of x.
+template <WeightFormat F, bool Grouped, int D, int C, bool Simple>
 __device__ __forceinline__ void multiply_stage(const DecodeArgs& a, Tile<F, Grouped, D, C>& tile, uint32_t here,
                                                const PlaneAt<Tile<F, Grouped, D, C>::kTiles>& planes, GroupAt<F>& group,
                                                int k, int lane) {
@@ -203,14 +202,7 @@ __device__ __forceinline__ void multiply_stage(const DecodeArgs& a, Tile<F, Grou
       for (int i = 0; i < kWords; ++i) w[i] = load_shared<uint4>(here + (u * kWords + i) * 512);
       if constexpr (Tiles::kDigits) {
 #pragma unroll
-        for (int i = 0; i < Tiles::kTiles; ++i) {
-          if constexpr (FewLanes) {
-            asm volatile("" : "=r"(digits[i].x), "=r"(digits[i].y), "=r"(digits[i].z), "=r"(digits[i].w));
-            load_shared_if(lane < 8, planes.row[i] + u * 128, digits[i]);
-          } else {
-            digits[i] = planes.template read<uint4>(i, u * 128);
-          }
-        }
+        for (int i = 0; i < Tiles::kTiles; ++i) digits[i] = planes.template read<uint4>(i, u * 128);
       }
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
