@@ -25,7 +25,7 @@ STEP_COST: dict[str, dict[int, float]] = {
     "portable": {1: 1.0},
     "cuda": {1: 1.0, 2: 1.15, 4: 1.2, 8: 1.4, 16: 1.8, 24: 1.9, 32: 2.0, 48: 2.4, 64: 2.8, 96: 3.7, 128: 4.5},
 }
-"""What a step takes by its rows and by `ops.kernels`, beside a step of one row; of more rows than these nothing is
+"""What a step takes by its rows and by `ops.devices.kernels`, beside one of one row; of more rows than these nothing is
 drafted. CPU: 1.1B int4 per row on two cores; CUDA: 8B int4 per row on an H200, with programs of these row counts."""
 
 WORTH = 1.2
@@ -39,7 +39,7 @@ FADE = 0.95
 
 
 def speculation(name: str | None, kernels: str) -> "Speculation | None":
-    """What `speculate` asks for on a kind of `ops.kernels`. Raises RequestError for a name that is not known."""
+    """What `speculate` asks for on a kind of `ops.devices.kernels`. Raises RequestError for an unknown name."""
     if name not in (None, "ngram"):
         raise RequestError(f'speculate is {name!r}; supported: "ngram", None for one token a step')
     return None if name is None else Speculation(lambda _: PromptLookup(), STEP_COST[kernels])
