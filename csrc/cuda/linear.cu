@@ -27,11 +27,12 @@ DecodePlan plan_here(const LinearWeight& w, int planes, int m, bool aligned) {
 
 // Where the parts of the large kernel's workspace begin.
 struct LargeBuffers {
-  int64_t scales, totals, partials, bytes;
+  int64_t scales, sums, totals, partials, bytes;
 
-  explicit LargeBuffers(const LargePlan& p) {
+  LargeBuffers(const LargePlan& p, int planes) {
     scales = p.tiles_bytes();
-    totals = scales + static_cast<int64_t>(p.slices()) * p.padded_rows() * 4;
+    sums = scales + static_cast<int64_t>(p.slices()) * p.padded_rows() * 4;
+    totals = sums + static_cast<int64_t>(p.slices()) * planes * p.padded_rows() * 4;
     partials = totals + static_cast<int64_t>(p.padded_rows()) * 4;
     bytes = partials + p.partial_bytes();
   }
@@ -73,7 +74,7 @@ int64_t linear_workspace(const LinearWeight& w, const void* x, int64_t x_stride,
   for (int row = 0, rows = 0; row < m; row += rows) {
     const LaunchRows next = launch_rows(w, planes, m - row, aligned);
     rows = next.rows;
-    const int64_t bytes = next.large ? LargeBuffers(plan_large_here(w, planes, rows, false)).bytes
+    const int64_t bytes = next.large ? LargeBuffers(plan_large_here(w, planes, rows, false), planes).bytes
                                      : plan_here(w, planes, rows, aligned).workspace_bytes();
     most = std::max(most, bytes);
   }
@@ -196,8 +197,6 @@ class ChainLauncher {
       a.plan = plan_here(w, planes, rows, a.x_aligned);
       a.after = a.plan.m == 1 ? args.after : After::nothing;
       a.partials = static_cast<float*>(args.workspace);
-      const bool normed = a.gain != nullptr || a.post_gain != nullptr;
-      a.plan.prepared = a.plan.prepared || (normed && a.plan.row_rounds > kMostNormedRounds);
       a.images = a.plan.prepared ? static_cast<uint8_t*>(args.workspace) + a.plan.partial_floats() * 4 : nullptr;
       if (chain_.count == kMaxLinks || !goes_on(a, step, planes)) flush();
       if (chain_.count == 0) chain_.barrier = args.arrivals + a.strips;
@@ -275,15 +274,16 @@ class ChainLauncher {
 
   void launch_large(const LinearStep& step, const DecodeArgs& a, int planes, int rows) const {
     const auto& [w, args] = step;
-    LargeArgs g{a, plan_large_here(w, planes, rows, args.mma_sync), rows, nullptr, nullptr, nullptr, nullptr};
+    LargeArgs g{a, plan_large_here(w, planes, rows, args.mma_sync), rows, nullptr, nullptr, nullptr, nullptr, nullptr};
     g.a.plan.slices_log = decode_slices_log(w.steps());
     g.a.plan.row_rounds = row_rounds(g.a.plan.slices_log, w.steps());
     g.a.stages = g.p.stages;
     g.p.paired_stores = reinterpret_cast<std::uintptr_t>(a.y) % 4 == 0 && a.y_stride % 2 == 0;
-    const LargeBuffers at(g.p);
+    const LargeBuffers at(g.p, planes);
     uint8_t* const workspace = static_cast<uint8_t*>(args.workspace);
     g.tiles = workspace;
     g.scales = reinterpret_cast<float*>(workspace + at.scales);
+    g.sums = reinterpret_cast<int*>(workspace + at.sums);
     g.totals = reinterpret_cast<float*>(workspace + at.totals);
     g.partials = reinterpret_cast<float*>(workspace + at.partials);
     with_format(w.format, [&]<WeightFormat F>() {

@@ -242,7 +242,7 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C, Joined, E>
         }
       }
       wait_at(full, lap);
-      reduce.finish(terms, bias, x_totals, C == 1 ? 0 : me);
+      reduce.finish(terms, bias, C == 1 && a.images == nullptr ? nullptr : x_totals, x_total, C == 1 ? 0 : me);
     }
     if constexpr (Joined) {  // only where a block will wait for it: it might have ended before
       if (owns && strip + p.depth * w.strip_step < a.strips) {
@@ -311,18 +311,14 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
   for (int link = 0; link < links; ++link) {
     const DecodeArgs& a = chain.links[C == 1 ? link : 0];
     const DecodePlan& p = a.plan;
-    const bool waits = link > 0 && waits_for(a);
-    if (waits && !grid.speaks()) grid.done();
-    if (link > 0 && !waits) __syncthreads();
     LinkAt<F, Grouped, D, C, Joined, E> at(a, link, shared);
-    if (waits && grid.speaks()) grid.arrive();
     uint8_t* const image = shared + p.image_at;
     const int part_scales = p.block_slices() * C * 4;
     const ImageCopy copy{p, shared_address(shared + p.image_barriers_at), Joined ? 2 * part_scales : 0};
     const auto wait = [&] {
       if (link == 0) {
         dependency_wait();
-      } else if (waits) {
+      } else if (waits_for(a)) {
         grid.wait();
       }
       if (link == links - 1) dependency_release();
@@ -349,6 +345,7 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     if constexpr (kCopied) barrier_wait(copy.barriers + p.block_slices() * 8, 0);
     if (Grouped && link + 1 < links) ask_for_records(chain.links[link + 1]);
     compute_link<F, Grouped, D, C, Joined, E>(at, ring, copy, refill);
+    if (link + 1 < links) waits_for(chain.links[link + 1]) ? grid.arrive() : __syncthreads();
   }
 }
 
