@@ -27,12 +27,11 @@ DecodePlan plan_here(const LinearWeight& w, int planes, int m, bool aligned) {
 
 // Where the parts of the large kernel's workspace begin.
 struct LargeBuffers {
-  int64_t scales, sums, totals, partials, bytes;
+  int64_t scales, totals, partials, bytes;
 
-  LargeBuffers(const LargePlan& p, int planes) {
+  explicit LargeBuffers(const LargePlan& p) {
     scales = p.tiles_bytes();
-    sums = scales + static_cast<int64_t>(p.slices()) * p.padded_rows() * 4;
-    totals = sums + static_cast<int64_t>(p.slices()) * planes * p.padded_rows() * 4;
+    totals = scales + static_cast<int64_t>(p.slices()) * p.padded_rows() * 4;
     partials = totals + static_cast<int64_t>(p.padded_rows()) * 4;
     bytes = partials + p.partial_bytes();
   }
@@ -74,7 +73,7 @@ int64_t linear_workspace(const LinearWeight& w, const void* x, int64_t x_stride,
   for (int row = 0, rows = 0; row < m; row += rows) {
     const LaunchRows next = launch_rows(w, planes, m - row, aligned);
     rows = next.rows;
-    const int64_t bytes = next.large ? LargeBuffers(plan_large_here(w, planes, rows, false), planes).bytes
+    const int64_t bytes = next.large ? LargeBuffers(plan_large_here(w, planes, rows, false)).bytes
                                      : plan_here(w, planes, rows, aligned).workspace_bytes();
     most = std::max(most, bytes);
   }
@@ -197,6 +196,8 @@ class ChainLauncher {
       a.plan = plan_here(w, planes, rows, a.x_aligned);
       a.after = a.plan.m == 1 ? args.after : After::nothing;
       a.partials = static_cast<float*>(args.workspace);
+      const bool normed = a.gain != nullptr || a.post_gain != nullptr;
+      a.plan.prepared = a.plan.prepared || (normed && a.plan.row_rounds > kMostNormedRounds);
       a.images = a.plan.prepared ? static_cast<uint8_t*>(args.workspace) + a.plan.partial_floats() * 4 : nullptr;
       if (chain_.count == kMaxLinks || !goes_on(a, step, planes)) flush();
       if (chain_.count == 0) chain_.barrier = args.arrivals + a.strips;
@@ -274,16 +275,15 @@ class ChainLauncher {
 
   void launch_large(const LinearStep& step, const DecodeArgs& a, int planes, int rows) const {
     const auto& [w, args] = step;
-    LargeArgs g{a, plan_large_here(w, planes, rows, args.mma_sync), rows, nullptr, nullptr, nullptr, nullptr, nullptr};
+    LargeArgs g{a, plan_large_here(w, planes, rows, args.mma_sync), rows, nullptr, nullptr, nullptr, nullptr};
     g.a.plan.slices_log = decode_slices_log(w.steps());
     g.a.plan.row_rounds = row_rounds(g.a.plan.slices_log, w.steps());
     g.a.stages = g.p.stages;
     g.p.paired_stores = reinterpret_cast<std::uintptr_t>(a.y) % 4 == 0 && a.y_stride % 2 == 0;
-    const LargeBuffers at(g.p, planes);
+    const LargeBuffers at(g.p);
     uint8_t* const workspace = static_cast<uint8_t*>(args.workspace);
     g.tiles = workspace;
     g.scales = reinterpret_cast<float*>(workspace + at.scales);
-    g.sums = reinterpret_cast<int*>(workspace + at.sums);
     g.totals = reinterpret_cast<float*>(workspace + at.totals);
     g.partials = reinterpret_cast<float*>(workspace + at.partials);
     with_format(w.format, [&]<WeightFormat F>() {

@@ -242,7 +242,7 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C, Joined, E>
         }
       }
       wait_at(full, lap);
-      reduce.finish(terms, bias, C == 1 && a.images == nullptr ? nullptr : x_totals, x_total, C == 1 ? 0 : me);
+      reduce.finish(terms, bias, x_totals, C == 1 ? 0 : me);
     }
     if constexpr (Joined) {  // only where a block will wait for it: it might have ended before
       if (owns && strip + p.depth * w.strip_step < a.strips) {

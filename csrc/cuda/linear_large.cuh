@@ -48,13 +48,15 @@ struct TileRow {
   const LargeArgs& g;
   int row;
   int kSumStep{g.p.rows};
-  static constexpr int kSliceWords{D};
 
   __device__ __forceinline__ uint8_t* tile(int k) const {
     constexpr int kTileK{128 / Format<F>::kPlaneBytes};
     return g.tiles + (static_cast<int64_t>(row / g.p.rows) * g.p.stages + k / kTileK) * g.p.tile_bytes;
   }
-  __device__ __forceinline__ void store(int k, const PlaneWords<F, D>& words) const {
+  using Place = int;  // the column
+  __device__ __forceinline__ static Place place(int k) { return k; }
+  __device__ __forceinline__ static Place further(Place from, int columns) { return from + columns; }
+  __device__ __forceinline__ void store(Place k, const PlaneWords<F, D>& words) const {
     constexpr int kWords{PlaneWords<F, D>::kWords}, kTileK{128 / Format<F>::kPlaneBytes};
     const int in_row = row % g.p.rows, unit = k % kTileK / 32, quarter = k % 32 / 8;
     uint8_t* const to = tile(k) + in_row * 128 + quarter * 4;
@@ -70,9 +72,6 @@ struct TileRow {
   __device__ __forceinline__ int* group_sums(int k, int shift) const {
     int* const sums = reinterpret_cast<int*>(tile(k) + D * g.p.rows * 128) + row % g.p.rows;
     return sums + (k % kStepK >> shift) * kGroupWords<D> * g.p.rows;
-  }
-  __device__ __forceinline__ int* slice_sum(int slice, int d) const {
-    return g.sums + (slice * D + d) * g.p.padded_rows() + row;
   }
   __device__ __forceinline__ float* scale(int slice) const { return g.scales + slice * g.p.padded_rows() + row; }
   __device__ __forceinline__ void pad_scales(int) const {}

@@ -80,8 +80,7 @@ struct LargeArgs {
   int rows;         // of x
   uint8_t* tiles;   // x in digits or halves
   float* scales;    // (slices, padded rows of x)
-  int* sums;        // (slices, planes, padded rows of x): of digits, for weights with one scale a row
-  float* totals;    // (padded rows of x): their sums, for the same weights
+  float* totals;    // (padded rows of x): their sums, for weights with one scale a row
   float* partials;  // sums of slices that wait to be added
 };
 

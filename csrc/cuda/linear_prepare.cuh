@@ -19,7 +19,7 @@ struct alignas(16) RowScratch {
   float steps[kMaxNormColumns / kStepK];  // of squares
   static_assert(kStepK == 8 * kNormLanes);
   uint32_t largest[kDecodeWarps];
-  int sums[kMaxSlices * D];
+  int sums[kMaxSlices * kGroupWords<D>];
   float scales[kMaxSlices];
 };
 static_assert(sizeof(RowScratch<3>) <= kDecodeWarps * kStripRows * sizeof(float));  // what the sums of one row take
@@ -44,24 +44,26 @@ struct WarpShare {
 // Where a row's planes, digit sums and scales go in an image of the decode kernel.
 template <WeightFormat F, int D, int C>
 struct ImageRow {
-  static constexpr int kSumStep{C};                               // between the words of a group's digit sums
-  static constexpr int kSliceWords{C == 1 ? kGroupWords<D> : D};  // of a slice's digit sums
-  uint8_t* planes;                                                // of column `first_column`
+  static constexpr int kSumStep{C};  // between the words of a group's digit sums
+  uint8_t* planes;                   // of column `first_column`
   int first_column;
   uint8_t* image;
   int row;
   const DecodeArgs& a;
   const DecodePlan& p{a.plan};
 
-  __device__ __forceinline__ void store(int k, const PlaneWords<F, D>& words) const {
-    store_planes<F, D>(planes + plane_offset<F, D>(k - first_column), words);
+  // Where the planes of column k go, and of a column that is a multiple of 64 further on.
+  using Place = uint8_t*;
+  __device__ __forceinline__ Place place(int k) const { return planes + plane_offset<F, D>(k - first_column); }
+  __device__ __forceinline__ static Place further(Place from, int columns) {
+    return from + columns * D * Format<F>::kPlaneBytes;
+  }
+  __device__ __forceinline__ void store(Place to, const PlaneWords<F, D>& words) const {
+    store_planes<F, D>(to, words);
   }
   __device__ __forceinline__ int* sums() const { return reinterpret_cast<int*>(image + p.sums_at) + row; }
   __device__ __forceinline__ int* group_sums(int k, int shift) const {
     return sums() + (k - first_column >> shift) * kGroupWords<D> * C;
-  }
-  __device__ __forceinline__ int* slice_sum(int slice, int d) const {
-    return sums() + ((slice & (p.block_slices() - 1)) * kSliceWords + d) * C;
   }
   __device__ __forceinline__ float* scale(int slice) const {
     return reinterpret_cast<float*>(image + p.scales_at) + (slice & (p.block_slices() - 1)) * C + row;
@@ -170,14 +172,14 @@ __device__ __forceinline__ Chunk<false> normed(const Chunk<false>& chunk, float 
 // Writes 8 activations at column k (`in`: of the slice) as planes, and digit sums of groups; all lanes together. Adds
 // the digits to `total` where the sums are those of slices.
 template <WeightFormat F, bool Grouped, int D, class To, class Load>
-__device__ __forceinline__ void emit(const DecodeArgs& a, int k, bool in, const To& to, float inverse, int (&total)[D],
-                                     Load load) {
+__device__ __forceinline__ void emit(const DecodeArgs& a, int k, bool in, const To& to, typename To::Place place,
+                                     float inverse, int (&total)[D], Load load) {
   const int lane = threadIdx.x % kWarp;
   int sum[D]{};
   float v[8];
   if (in) load(v);
   __syncwarp();  // neighbours have read what this lane may write over
-  if (in) to.store(k, PlaneWords<F, D>(v, inverse, sum));
+  if (in) to.store(place, PlaneWords<F, D>(v, inverse, sum));
   if constexpr (Grouped) {
     const int lanes = (1 << a.group_shift) / 8;
 #pragma unroll
@@ -214,40 +216,29 @@ __device__ __forceinline__ void add_digits(const int (&total)[D], int* slice_sum
   }
 }
 
-// By the whole block: what its warps have added up goes to its place. `whole`: the block has all slices of the row.
-template <int D, class To>
-__device__ __forceinline__ void put_slice_sums(const WarpShare& share, const RowScratch<D>& scratch, const To& to,
-                                               bool whole) {
-  constexpr int kWords{To::kSliceWords};
-  const int lane = threadIdx.x % kWarp;
-  __syncthreads();
-  if (share.sub == 0 && lane < kWords) *to.slice_sum(share.slice, lane) = scratch.sums[share.slice * kWords + lane];
-  if (whole && threadIdx.x == 0) to.store_total(row_total<kWords>(scratch.sums, scratch.scales));
-}
-
 // By the whole block, before `add_digits`: sums of all slices there may be, and the scales of those that are not there.
 template <int D, class To>
 __device__ __forceinline__ void clear_sums(const WarpShare& share, RowScratch<D>& scratch, const To& to,
                                            int* slice_sums) {
   const int i = threadIdx.x;
-  if (i < kMaxSlices * To::kSliceWords) slice_sums[i] = 0;
+  if (i < kMaxSlices * kGroupWords<D>) slice_sums[i] = 0;
   if (i >= share.slices && i < kMaxSlices) scratch.scales[i] = 0.0f;
   to.pad_scales(share.slices);
 }
 
 // One row, or what a block takes of it, by the whole block. `stage`: where bf16 activations wait for their scale, from
-// column 0 on: for an image in shared memory the very place of their planes, which are as large. The block synchronizes
-// before it uses the result. `to_memory`: it has all slices, and the row's sum is wanted too.
+// column 0 on: for an image in shared memory the very place of their planes, which are as large. `slice_sums` in shared
+// memory gets the digit sums of slices. The block synchronizes before it uses the result.
 template <WeightFormat F, bool Grouped, int D, bool Aligned, class To>
 __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const WarpShare& share,
-                                            RowScratch<D>& scratch, const To& to, uint8_t* stage, bool to_memory) {
+                                            RowScratch<D>& scratch, const To& to, uint8_t* stage, int* slice_sums) {
   constexpr bool kFloat{kFloatActivations<F, D>}, kScaled{Format<F>::kScaled}, kSummed{Format<F>::kInteger && !Grouped};
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const auto put_largest = [&](uint32_t largest) {
     largest = __reduce_max_sync(kAllLanes, largest);
     if (lane == 0) scratch.largest[warp] = largest;
   };
-  if (kSummed) clear_sums(share, scratch, to, scratch.sums);
+  if (kSummed) clear_sums(share, scratch, to, slice_sums);
   uint32_t largest{0};
   if constexpr (!kFloat) {
     largest = stage_row<Aligned>(a, share, row, stage);
@@ -268,7 +259,7 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
   int total[D]{};
 #pragma unroll 1
   for (int k = share.begin(); k - 8 * lane < share.last; k += share.step()) {  // all lanes together
-    emit<F, Grouped, D>(a, k, k < share.last, to, inverse, total, [&](float (&v)[8]) {
+    emit<F, Grouped, D>(a, k, k < share.last, to, to.place(k), inverse, total, [&](float (&v)[8]) {
       Chunk<kFloat> chunk;
       if constexpr (kFloat) {
         chunk = load_chunk<true, Aligned>(a, row, k, share.last);
@@ -278,15 +269,12 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
       chunk.unpack(v);
     });
   }
-  if constexpr (kSummed) {
-    add_digits<To::kSliceWords>(total, scratch.sums + share.slice * To::kSliceWords);
-    put_slice_sums<D>(share, scratch, to, to_memory);
-  }
+  if constexpr (kSummed) add_digits<kGroupWords<D>>(total, slice_sums + share.slice * kGroupWords<D>);
 }
 
 // The same for a row of which every thread has at most 8 R activations, after a norm where there is one (Normed: it is
 // compiled for that), and what E says before the residual is added: they stay in registers, and what does not depend on
-// them is done before the wait for what stores them. `slice_sums` in shared memory gets the digit sums.
+// them is done before the wait for what stores them.
 template <WeightFormat F, bool Grouped, int D, int R, Extras E, bool Normed, class To, class Wait>
 __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, const WarpShare& share,
                                                   RowScratch<D>& scratch, const To& to, int* slice_sums, Wait wait) {
@@ -301,11 +289,21 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
   const int plain = Normed && a.gain != nullptr;
   const int norms = keep(!Post || a.post_gain == nullptr ? plain : plain == 1 ? 2 : 3);
   const float each = keep(1.0f / static_cast<float>(a.k)), eps = keep(a.eps);
-  float gain[8]{}, post_gain[8]{}, bias[8]{};
-  if (R == 1 && norms > 0 && (!Post || norms < 3) && begin < last) load_gain(a, a.gain, begin, gain);
-  if (Post && R == 1 && norms > 1 && begin < last) load_gain(a, a.post_gain, begin, post_gain);
-  if (Layer && R == 1 && a.gain_bias != nullptr && begin < last) load_constant(a.gain_bias + begin, bias);
-  if constexpr (R > 1) {  // no registers for them: asked into L2, which the weights have driven them out of
+  // Two rounds together as far as registers allow: what is loaded, and their gains, before the wait or, of LayerNorm,
+  // behind x.
+  constexpr bool kTogether{R == 2 && Normed && !Grouped}, kHolds{R == 1 || kTogether}, kLate{Layer && kTogether};
+  constexpr int kHeld{kHolds ? R : 1};
+  float gain[kHeld][8]{}, post_gain[kHeld][8]{}, bias[8]{};  // of LayerNorm: asked for before the wait with one round
+  if constexpr (kHolds) {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int k = begin + r * step;
+      if (!kLate && norms > 0 && (!Post || norms < 3) && k < last) load_gain(a, a.gain, k, gain[r]);
+      if (Post && norms > 1 && k < last) load_gain(a, a.post_gain, k, post_gain[r]);
+      if (Layer && R == 1 && a.gain_bias != nullptr && k < last) load_constant(a.gain_bias + k, bias);
+    }
+  }
+  if constexpr (!kHolds) {  // no registers for them: asked into L2, which the weights have driven them out of
 #pragma unroll 1
     for (int k = begin; norms > 0 && k < last; k += step) {
       if (!Post || norms < 3) prefetch_l2(a.gain + k);
@@ -316,9 +314,29 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
   wait();
   if (kSummed) clear_sums(share, scratch, to, slice_sums);
   Chunk<false> x[R]{};
+  if constexpr (kTogether) {
+    Chunk<false> other[R]{}, more[R]{};
+    const bool adds_more = Layer && addend != nullptr;
 #pragma unroll
-  for (int r = 0; r < R; ++r) {
-    if (begin + r * step < last) x[r] = Layer ? source.load(r * step, addend) : source.load(r * step);
+    for (int r = 0; r < R; ++r) {
+      if (begin + r * step < last) {
+        x[r] = RowSource::read(source.x + r * step);
+        if (source.residual != nullptr) other[r] = RowSource::read(source.residual + r * step);
+        if (adds_more) more[r] = RowSource::read(addend + r * step);
+      }
+    }
+    if (source.residual != nullptr) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        if (adds_more) x[r] = RowSource::plus(x[r], more[r]);
+        if (begin + r * step < last) x[r] = source.sum(x[r], other[r], r * step);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      if (begin + r * step < last) x[r] = Layer ? source.load(r * step, addend) : source.load(r * step);
+    }
   }
   const auto row_sum = [&](auto of) {  // of(r): over a round's columns
 #pragma unroll
@@ -329,8 +347,14 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
     __syncthreads();
     return norm_row_sum(scratch.steps, a.steps);
   };
-  const auto norm = [&](const float* gains, float (&own)[8], float least) {
+  const auto norm = [&](const float* gains, float (&own)[kHeld][8], float least) {
     float mean{0.0f};
+    if constexpr (kLate) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) {
+        if (begin + r * step < last) load_gain(a, gains, begin + r * step, own[r]);
+      }
+    }
     if (Layer && a.centres) {
       mean = __fdiv_rn(row_sum([&](int r) { return added_up(x[r]); }), static_cast<float>(a.k));
       __syncthreads();  // all have read the sums of steps
@@ -343,12 +367,12 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const int k = begin + r * step;
-      if (R > 1 && k < last) load_gain(a, gains, k, own);
+      if (!kHolds && k < last) load_gain(a, gains, k, own[0]);
       if constexpr (Layer) {
         if (R > 1 && a.gain_bias != nullptr && k < last) load_constant(a.gain_bias + k, bias);
-        if (k < last) x[r] = normed(x[r], mean, factor, own, bias);
+        if (k < last) x[r] = normed(x[r], mean, factor, own[r % kHeld], bias);
       } else {
-        x[r] = normed(x[r], factor, own);
+        x[r] = normed(x[r], factor, own[r % kHeld]);
       }
     }
   };
@@ -380,12 +404,14 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
   }
   if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scratch.scales[share.slice] = scale;
   int total[D]{};
+  const auto place = to.place(begin);
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     const int k = begin + r * step;
-    emit<F, Grouped, D>(a, k, k < share.last, to, inverse, total, [&](float (&v)[8]) { x[r].unpack(v); });
+    emit<F, Grouped, D>(a, k, k < share.last, to, to.further(place, r * step), inverse, total,
+                        [&](float (&v)[8]) { x[r].unpack(v); });
   }
-  if constexpr (kSummed) add_digits<To::kSliceWords>(total, slice_sums + share.slice * To::kSliceWords);
+  if constexpr (kSummed) add_digits<kGroupWords<D>>(total, slice_sums + share.slice * kGroupWords<D>);
 }
 
 // Row blockIdx.x to memory, in whatever form `to` gives it; `stage`: 2 K bytes of shared memory, unless x is fp32.
@@ -393,22 +419,26 @@ template <WeightFormat F, bool Grouped, int D, Extras E, class To>
 __device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const WarpShare& share, RowScratch<D>& scratch,
                                                   const To& to, uint8_t* stage) {
   const int row = blockIdx.x;
+  int* const sums = scratch.sums;
   const auto wait = [] {
     dependency_wait();
     dependency_release();
   };
-  if constexpr (!kFloatActivations<F, D>) {
-    if (a.x_aligned && a.plan.row_rounds <= kMostRounds) {
+  if (!kFloatActivations<F, D> && a.x_aligned && a.plan.row_rounds <= kMostRounds) {
+    if constexpr (!kFloatActivations<F, D>) {
       a.plan.row_rounds == 1
-          ? prepare_short_row<F, Grouped, D, 1, E, true>(a, row, share, scratch, to, scratch.sums, wait)
-          : prepare_short_row<F, Grouped, D, kMostRounds, E, true>(a, row, share, scratch, to, scratch.sums, wait);
-      if constexpr (Format<F>::kInteger && !Grouped) put_slice_sums<D>(share, scratch, to, true);
-      return;
+          ? prepare_short_row<F, Grouped, D, 1, E, true>(a, row, share, scratch, to, sums, wait)
+          : prepare_short_row<F, Grouped, D, kMostRounds, E, true>(a, row, share, scratch, to, sums, wait);
     }
+  } else {
+    wait();
+    a.x_aligned ? prepare_row<F, Grouped, D, true>(a, row, share, scratch, to, stage, sums)
+                : prepare_row<F, Grouped, D, false>(a, row, share, scratch, to, stage, sums);
   }
-  wait();
-  a.x_aligned ? prepare_row<F, Grouped, D, true>(a, row, share, scratch, to, stage, true)
-              : prepare_row<F, Grouped, D, false>(a, row, share, scratch, to, stage, true);
+  if constexpr (Format<F>::kInteger && !Grouped) {
+    __syncthreads();
+    if (threadIdx.x == 0) to.store_total(row_total<kGroupWords<D>>(sums, scratch.scales));
+  }
 }
 
 // Shared memory of a kernel that calls it: none for a short row, or there would be no room beside the block ahead.
@@ -443,15 +473,16 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
   RowScratch<D>& sums = *static_cast<RowScratch<D>*>(scratch);
   if constexpr (C == 1 && !kFloatActivations<F, D>) {
     if (a.images == nullptr && p.row_rounds <= kMostRounds) {
+      constexpr bool kShort{E != Extras::post};  // two norms of two rounds have no registers for them together
       const WarpShare share(a, 0, p.block_log);
       const ImageRow<F, D, 1> to{image + p.planes_at + share.slice * p.plane_pad, 0, image, 0, a};
       int* const digits = to.sums();
       if (p.row_rounds == 1) {
         prepare_short_row<F, Grouped, D, 1, E, true>(a, 0, share, sums, to, digits, wait);
-      } else if (p.row_rounds == 2 && a.gain == nullptr && a.post_gain == nullptr) {
-        prepare_short_row<F, Grouped, D, 2, E, false>(a, 0, share, sums, to, digits, wait);
+      } else if (p.row_rounds == 2 && (kShort || (a.gain == nullptr && a.post_gain == nullptr))) {
+        prepare_short_row<F, Grouped, D, 2, E, kShort>(a, 0, share, sums, to, digits, wait);
       } else {
-        prepare_short_row<F, Grouped, D, kMostRounds, E, true>(a, 0, share, sums, to, digits, wait);
+        prepare_short_row<F, Grouped, D, kMostRounds, E, !kShort>(a, 0, share, sums, to, digits, wait);
       }
       return;
     }
@@ -462,7 +493,7 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
     const WarpShare share(a, part << p.block_log, p.block_log);
     uint8_t* const planes = image + p.planes_at + share.slice * p.plane_pad;
     const ImageRow<F, D, 1> to{planes, first_column, image, 0, a};
-    prepare_row<F, Grouped, D, true>(a, 0, share, sums, to, planes - 2 * first_column, false);
+    prepare_row<F, Grouped, D, true>(a, 0, share, sums, to, planes - 2 * first_column, to.sums());
   } else {
     const uint4* const from = reinterpret_cast<const uint4*>(a.images + part * p.image_bytes);
 #pragma unroll 4

@@ -206,10 +206,8 @@ struct Reduction {
 
   // Warp `me` of the strip finishes every strip_warps()th round of two rows of x, a half of the warp each; one row of x
   // by half of the slices each, the upper half having the result. The loops stay rolled, since code that runs once
-  // comes from memory. `terms` and `bias`: of row lane % 16; x_totals: the sums of the rows of x, or null for one of
-  // `x_total`.
-  __device__ __forceinline__ void finish(const RowTerms& terms, float bias, const float* x_totals, float x_total,
-                                         int me) const {
+  // comes from memory. `terms` and `bias`: of row lane % 16; x_totals: the sums of the rows of x.
+  __device__ __forceinline__ void finish(const RowTerms& terms, float bias, const float* x_totals, int me) const {
     static_assert(kMaxSlices == 8);
     constexpr int kHeld{C == 1 ? 4 : kMaxSlices};  // slices of a lane
     const DecodePlan& p = a.plan;
@@ -246,8 +244,7 @@ struct Reduction {
         sum = __shfl_xor_sync(kAllLanes, sum, kStripRows);
         add();
       }
-      store(m, row, finished(sum, terms, x_totals != nullptr ? x_totals[m] : x_total), bias,
-            C == 1 ? half == 1 : wanted);
+      store(m, row, finished(sum, terms, x_totals[m]), bias, C == 1 ? half == 1 : wanted);
     }
     if (Joined || p.parts_log == 0) return;
     // The block that arrives last adds the slices, in their order. Four bits of a counter for every warp of a strip.
@@ -267,8 +264,7 @@ struct Reduction {
         const float scale = reinterpret_cast<const float*>(image + p.scales_at)[(s & (count - 1)) * C + m];
         sum = fmaf(__ldcg(partials + s * slice_step + m * kStripRows), scale, sum);
       }
-      store(m, row, finished(sum, terms, x_totals != nullptr ? x_totals[m] : x_total), bias,
-            C == 1 ? half == 1 : half + 2 * i < m_count);
+      store(m, row, finished(sum, terms, x_totals[m]), bias, C == 1 ? half == 1 : half + 2 * i < m_count);
     }
     if (lane == 0) atomicSub(a.arrivals + strip, p.parts() << 4 * me);
   }

@@ -35,6 +35,7 @@ constexpr int ring_bytes(WeightFormat format, int columns, bool small_shared) {
   return columns == 1 ? 7168 : columns == 4 ? 4096 : 6144;
 }
 constexpr int kMostRounds{4};  // of a row that stays in registers while it is prepared: the longest that is normed
+constexpr int kMostNormedRounds{2};      // of a normed row that a block of the decode kernel prepares itself
 constexpr int kPreparedElements{32768};  // columns of one row from which one kernel prepares it for all blocks
 
 // Bytes of weights per warp that one wait and one refill handle: a step of codes, or 128 bytes of 16 rows.
@@ -118,7 +119,8 @@ struct DecodePlan {
     return parts_log == 0 ? 0 : static_cast<int64_t>(slices()) * strips * kStripRows * m;
   }
   int64_t workspace_bytes() const {
-    return partial_floats() * 4 + (prepared ? static_cast<int64_t>(parts()) * image_bytes : 0);
+    const bool images = prepared || row_rounds > kMostNormedRounds;  // the latter where the row is normed
+    return partial_floats() * 4 + (images ? static_cast<int64_t>(parts()) * image_bytes : 0);
   }
 };
 
@@ -144,13 +146,14 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   const bool digits = digit_columns(w.integer(), planes);
   const int columns = decode_columns(m, digits);
   const bool grouped = w.integer() && w.group_size != 0;
-  const int slices = w.integer() && !grouped && m == 1 ? kMaxSlices : p.block_slices();  // with those not there
-  const int sums = !w.integer() ? 0 : grouped ? steps * kStepK / w.group_size : slices;
+  const bool sums_row = w.integer() && !grouped && m == 1;      // x's sum, of a block's own image
+  const int slices = sums_row ? kMaxSlices : p.block_slices();  // with those not there
+  const int sums = grouped ? steps * kStepK / w.group_size : sums_row ? kMaxSlices : 0;
   p.column_bytes = planes * (w.integer() ? 1 : 2);
   p.plane_pad = digits ? 0 : 64;  // rows on different banks
   p.planes_at = 0;
   p.sums_at = m * (steps * kStepK * p.column_bytes + (p.plane_pad << block_log));
-  p.scales_at = p.sums_at + sums * planes * columns * 4;
+  p.scales_at = p.sums_at + sums * (planes == 2 ? 1 : planes) * columns * 4;
   p.totals_at = p.scales_at + slices * columns * 4;
   p.image_bytes = (p.totals_at + columns * 4 + 15) / 16 * 16;
 
@@ -165,7 +168,7 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.barriers_at = p.records_at + kDecodeWarps * p.ring_stages * p.record_slot;
   p.image_at = p.barriers_at + (m == 1 ? kMaxLinks : 1) * kLinkBarriers * 8;
   p.red_at = p.image_at + p.image_bytes;
-  const int words = w.integer() && !grouped && m == 1 ? planes : 1;  // raw sums of every digit, or one float
+  const int words = sums_row ? planes : 1;  // raw sums of every digit, or one float
   p.image_barriers_at = p.red_at + (p.delivers() ? (kDecodeWarps << own_log) * depth * m * kStripRows * words * 4 : 0);
   p.joined_scales_at = (p.image_barriers_at + (p.block_slices() + 1) * 8 + 15) / 16 * 16;
   p.shared_bytes = p.joined_scales_at + (p.joined ? p.slices() * columns * 4 : 0);
