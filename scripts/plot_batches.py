@@ -24,15 +24,16 @@ Lines = dict[str, list[tuple[int, float]]]
 
 
 def our_lines(rows: list[dict[str, Any]]) -> Lines:
-    """Each format that was measured at several batches, of the record's own tree."""
+    """Each format that was measured at several batches."""
     lines: dict[str, dict[int, float]] = {}
     for row in rows:
         load = (row["shape"], row.get("depth"), row.get("prompt_tokens"), row.get("generated_tokens"))
-        if load != (SHAPE, 0, 128, 256) or row.get("load") or row["tree"] != rows[0]["tree"]:
+        if load != (SHAPE, 0, 128, 256) or row.get("load"):
             continue
         label = f"NibbleLM {scheme(row)}"
         label += ", 8-bit activations" if row.get("activations") == 8 else ""
         label += ", int8 KV" if row.get("kv") == "int8" else ""
+        label += "" if row["tree"] == rows[0]["tree"] else " (an older tree)"
         lines.setdefault(label, {})[row["batch"]] = row["decode_tok_s"]["mean"]
     return {label: sorted(line.items()) for label, line in lines.items() if len(line) > 1}
 

@@ -100,10 +100,11 @@ def test_lines_of_the_picture(tmp_path: Path) -> None:
 
     ours = [our_row(batch=b, decode_tok_s={"mean": 700.0 * b}) for b in (256, 1)]
     ours += [our_row(batch=16, activations=8), our_row(batch=256, activations=8), our_row(bits=8)]
-    ours += [our_row(batch=64, tree="another"), our_row(batch=32, prompt_tokens=2048)]
+    ours += [our_row(bits=8, batch=b, tree="another") for b in (64, 1)] + [our_row(batch=32, prompt_tokens=2048)]
     assert plot_batches.our_lines(ours) == {
         "NibbleLM int4 per row": [(1, 700.0), (256, 179200.0)],
         "NibbleLM int4 per row, 8-bit activations": [(16, 700.0), (256, 700.0)],
+        "NibbleLM int8 per row (an older tree)": [(1, 700.0), (64, 700.0)],
     }
     assert plot_batches.peer_lines(peer_rows()) == {
         "vLLM 0.25.0 int4": list(INT4.items()),
