@@ -286,6 +286,9 @@ class LLM:
         """Token ids of a conversation, as the model's chat template writes it for the answer to come."""
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer; this folder has none")
+        given: Any = messages
+        if not isinstance(given, list | tuple) or not all(isinstance(message, dict) for message in given):
+            raise RequestError(f'messages is {messages!r:.80}; supported: a list of {{"role": ..., "content": ...}}')
         return self.encode_rendered(self.tokenizer.apply_chat_template(list(messages)))
 
     def encode_rendered(self, text: str) -> list[int]:

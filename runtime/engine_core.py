@@ -156,7 +156,9 @@ class Handle:
                 yield item
 
     async def __aiter__(self) -> AsyncIterator[Any]:
-        """The same in an event loop."""
+        """The same in an event loop. Leaving it aborts the request; to come back raises RequestError."""
+        if self._ended and self._last is None:
+            raise RequestError("the request was aborted, as leaving an `async for` does; submit it again")
         async for batch in collect([self]):
             for _, item in batch:
                 yield item

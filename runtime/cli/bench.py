@@ -35,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape", metavar="NAME", help="llama-3-8b, llama-3.2-1b, tinyllama-1.1b, ...; an unknown name lists all"
     )
     parser.add_argument("--random-weights", action="store_true", help="what --shape uses; needs no checkpoint")
-    parser.add_argument("--bits", type=int, choices=(4, 8, 16), default=4, help="weights of --shape")
-    parser.add_argument("--group-size", type=int, choices=(-1, 32, 64, 128), default=-1, help="of --shape; -1 per row")
+    parser.add_argument("--bits", type=int, choices=(4, 8, 16), help="weights of --shape, 4 if not given")
+    parser.add_argument("--group-size", type=int, choices=(-1, 32, 64, 128), help="of --shape; -1, per row")
     add_device_argument(parser)
     parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
     add_activations_argument(parser)
@@ -75,6 +75,9 @@ def run(args: argparse.Namespace) -> int:
         return bench_serve.run(args)
     if not (args.model or args.shape):
         raise RequestError("say what to measure: --model FOLDER, --shape NAME, or serve --url URL")
+    if args.model and (args.bits, args.group_size) != (None, None):
+        raise RequestError("--bits and --group-size are of --shape; a model has those it was converted with")
+    args.bits, args.group_size = args.bits or 4, args.group_size or -1
     loads = _loads(args, _context_limit(args))
     for load in loads:
         if min(load.prompt_tokens, load.generated_tokens, load.batch) < 1 or load.depth < 0:

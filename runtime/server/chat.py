@@ -41,17 +41,17 @@ def read_chat(service: Service, f: Fields) -> Chat:
     forced = [] if choice in (None, "none", "auto") else tools
     if choice is not None and choice.startswith("function:"):
         forced = [tool for tool in tools if tool["function"]["name"] == choice.removeprefix("function:")]
+    offered = [] if choice == "none" else tools
+    f.choice("parallel_tool_calls", True, *([] if offered and not forced else [False]))  # forced, there is one call
     variables, common, asked = service.settings(_read_settings, f)
     if forced and (common.guided or common.params.ignore_eos or common.params.min_tokens):
         f.refuse("tool_choice", choice, "none or auto with response_format, regex, grammar, ignore_eos or min_tokens")
-    offered = [] if choice == "none" else tools
     names = [tool["function"]["name"] for tool in offered]
     return Chat(messages, variables | ({"tools": offered} if offered else {}), names, forced, common, asked)
 
 
 def _read_settings(f: Fields, generation_config: dict[str, Any]) -> tuple[dict[str, Any], Common, int | None]:
     """The chat template's variables, how to generate, and tokens by number."""
-    f.choice("parallel_tool_calls", True)
     variables = f.take("chat_template_kwargs", "an object", lambda v: isinstance(v, dict)) or {}
     if taken := sorted({"messages", "tools", "add_generation_prompt"} & set(variables)):
         f.refuse("chat_template_kwargs", taken, "names that are no fields of their own")

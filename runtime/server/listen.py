@@ -153,6 +153,7 @@ class _Protocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _head_open = False  # a request's head has begun, and has not come to its end
     _head_bytes = 0
+    _cycles: tuple[Any, ...] = ()  # of requests that are not answered yet, of which several may be pipelined
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -160,7 +161,10 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_done()
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # which tells the newest request alone
+        for cycle in self._cycles:
+            cycle.disconnected = cycle.disconnected or not cycle.response_complete
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._head_bytes += len(data)
@@ -185,6 +189,7 @@ class _Protocol(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             self._head_done()
             super().on_headers_complete()
+            self._cycles = (*(cycle for cycle in self._cycles if not cycle.response_complete), self.cycle)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():

@@ -89,7 +89,9 @@ def read_tools(f: Fields) -> list[dict[str, Any]]:
         if (description := function.text("description")) is not None:
             shown["description"] = description
         parameters = function.take("parameters", "a JSON schema of type object", _is_of_objects)
-        shown["parameters"] = parameters or {"type": "object", "properties": {}}
+        nothing: dict[str, Any] = {"type": "object", "properties": {}}
+        closed = nothing | {"additionalProperties": False}  # who leaves them out has none
+        shown["parameters"] = closed if parameters is None else parameters or nothing
         function.flag("strict")
         function.end()
         tool.end()

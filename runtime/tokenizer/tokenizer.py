@@ -36,6 +36,11 @@ class _Backend(Protocol):
     def size(self) -> int: ...
 
 
+LONG = 4096
+"""Characters from which a text is encoded as a batch of one, without offsets and without the GIL, which `encode` would
+hold for as long as it takes."""
+
+
 class _JsonBackend:
     """`tokenizers.Tokenizer` behind the same few methods as `SentencePieceBackend`."""
 
@@ -49,7 +54,9 @@ class _JsonBackend:
         self.size = backend.get_vocab_size()
 
     def encode_ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < LONG:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 class _Pieces(dict[int, str | None]):

@@ -195,6 +195,13 @@ def test_bench_measures_drafts(
     assert "--acceptance is of drafts: add --speculate ngram" in capsys.readouterr().err
 
 
+def test_bench_of_a_model_takes_no_format(stories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from nibblelm.cli import main
+
+    assert main(["bench", "-m", stories, "--bits", "8"]) == 1
+    assert "--bits and --group-size are of --shape" in capsys.readouterr().err
+
+
 def test_bench_fits_its_default_load_to_the_context(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from nibblelm.cli import build_parser
     from nibblelm.cli.bench import _loads

@@ -105,6 +105,12 @@ def test_a_chat_that_is_read_after_another_call(llm: LLM) -> None:
     assert llm.chat(one, GREEDY).token_ids == want[1].chat(one, GREEDY).token_ids
 
 
+@pytest.mark.parametrize("messages", ["hi", ["hi"], None], ids=str)
+def test_a_chat_of_no_messages_is_named(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match=r"messages is .*supported: a list of"):
+        llm.chat(messages)
+
+
 def test_two_chats_in_turns_keep_their_caches(llm: LLM) -> None:
     assert llm.tokenizer is not None
     llm.tokenizer.chat_template = TEMPLATE
@@ -461,6 +467,20 @@ def test_a_request_that_was_read_is_over(llm: LLM) -> None:
         return len([piece async for piece in handle])
 
     assert [asyncio.run(read()) for _ in range(3)] == [GREEDY.max_tokens, 0, 0]
+
+
+def test_to_come_back_to_a_request_that_was_left_is_an_error(llm: LLM) -> None:
+    """Leaving `async for` aborts it: an end without an error would look like a whole answer."""
+
+    async def read(handle: Handle) -> None:
+        async for _ in handle:
+            break
+        await asyncio.sleep(0.2)
+        async for _ in handle:
+            pass
+
+    with pytest.raises(RequestError, match="was aborted"):
+        asyncio.run(read(llm.submit("Once", max_tokens=60, ignore_eos=True)))
 
 
 def test_a_thread_and_an_event_loop_that_read_one_request_both_end(llm: LLM) -> None:

@@ -221,7 +221,7 @@ def test_variables_of_the_template_and_reasoning(speaking: Any) -> None:
         (dict(tools=TOOLS), "tools", "no tool calls"),
         (dict(tools=[{"type": "code"}]), "tools[0].type", '"function"'),
         (dict(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "x"}}), "tool_choice", "tools has"),
-        (dict(parallel_tool_calls=False), "parallel_tool_calls", "true"),
+        (dict(tools=TOOLS, parallel_tool_calls=False), "parallel_tool_calls", "true"),
         (dict(reasoning_effort="low"), "reasoning_effort", "not supported here"),
         (dict(modalities=["audio"]), "modalities", '["text"]'),
         (dict(extra_body={"chat_template_kwargs": {"messages": []}}), "chat_template_kwargs", "fields of their own"),

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,35 @@ def test_a_client_that_leaves_is_not_computed_for(server: Any) -> None:
     assert wait_for(lambda: idle(server))
     assert server.metrics()["generation_tokens_total"] - before < 120 * 500 * 0.9
     assert server.metrics()['request_success_total{finished_reason="abort"}'] >= 30
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_nor_is_one_with_another_request_behind_it(server: Any, stream: bool) -> None:
+    """The connection's end is news for each of the requests that were pipelined."""
+    aborts = 'request_success_total{finished_reason="abort"}'
+    before = server.metrics()
+    body = json.dumps(LONG | {"n": 8, "stream": stream, "ignore_eos": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(f"{head}\r\n\r\n{body}".encode() * 2)
+        assert wait_for(lambda: server.metrics()["num_requests_running"] >= 8)
+    assert wait_for(lambda: idle(server))
+    assert server.metrics()[aborts] - before[aborts] == 8
+
+
+def test_a_long_text_holds_up_nobody_else(server: Any) -> None:
+    """While it is encoded the event loop answers."""
+    body = {"prompt": "a dog " * 300_000, "max_tokens": 1}
+    slow = threading.Thread(target=server.request, args=("POST", "/v1/completions", body))
+    took = [0.0]
+    slow.start()
+    while slow.is_alive():
+        begun = time.perf_counter()
+        assert server.request("GET", "/health")[0] == 200
+        took.append(time.perf_counter() - begun)
+    begun = time.perf_counter()
+    assert server.request("POST", "/v1/completions", body)[1]["error"]["code"] == "context_length_exceeded"
+    assert max(took) < (time.perf_counter() - begun) / 2
 
 
 def test_metrics_count_what_was_asked_for(server: Any) -> None:

@@ -130,3 +130,24 @@ def test_what_a_conversation_says_of_calls_and_variables(speaking: Any) -> None:
         body = {"messages": USER, "chat_template_kwargs": {name: 1}, "max_tokens": 1}
         got, answer, _ = speaking.request("POST", "/v1/chat/completions", body)
         assert got == (400 if name == "self" else 200), answer
+
+
+def test_who_asks_for_one_call_at_a_time_gets_it_where_there_is_but_one(speaking: Any) -> None:
+    given = tool("weather", {"properties": {"town": {"enum": ["Rome", "Bonn"]}}, "additionalProperties": False})
+    body = {"messages": USER, "parallel_tool_calls": False, "max_tokens": 60}
+    path = "/v1/chat/completions"
+    for more in ({}, {"tools": [given], "tool_choice": "none"}):
+        assert speaking.request("POST", path, body | more)[0] == 200
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        status, answer, _ = speaking.request("POST", path, body | {"tools": [given], "tool_choice": choice})
+        assert (status, len(answer["choices"][0]["message"]["tool_calls"])) == (200, 1)
+    assert speaking.request("POST", path, body | {"tools": [given]})[1]["error"]["param"] == "parallel_tool_calls"
+
+
+def test_a_function_without_parameters_takes_none(speaking: Any) -> None:
+    given = {"type": "function", "function": {"name": "now"}}
+    body = {"messages": USER, "tools": [given], "tool_choice": "required", "temperature": 1}
+    for seed in range(4):
+        status, answer, _ = speaking.request("POST", "/v1/chat/completions", body | {"seed": seed})
+        assert status == 200
+        assert json.loads(answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]) == {}
