@@ -89,7 +89,9 @@ class Tokenizer:
         try:
             return self._backend.encode_ids(text, add_special_tokens)
         except Exception as error:
-            raise TokenizerError(f"the text cannot be encoded: {error}") from error
+            broken = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
+            why = error if broken is None else f"character {broken} is half a surrogate pair: was it read from UTF-8?"
+            raise TokenizerError(f"the text cannot be encoded: {why}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids outside the vocabulary have none."""

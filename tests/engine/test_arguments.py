@@ -39,6 +39,12 @@ def test_numpy_and_tensor_ids_are_ids(made: Any, llm: LLM) -> None:
     assert llm.generate([made(ids), "The"], GREEDY)[0].token_ids == want
 
 
+def test_an_empty_array_is_an_empty_prompt_and_an_empty_list_none(llm: LLM) -> None:
+    for empty in (np.array([], np.int64), torch.tensor([], dtype=torch.int64)):
+        assert llm.generate(empty, GREEDY).token_ids == [piece.token_id for piece in llm.stream(empty, GREEDY)]
+    assert llm.generate([], GREEDY) == llm.generate(np.zeros((0, 3), np.int64), GREEDY) == []
+
+
 def test_a_matrix_of_ids_is_a_list_of_prompts(llm: LLM) -> None:
     rows = [[1, 5, 6], [1, 7, 8]]
     want = [llm.generate(row, GREEDY).token_ids for row in rows]
