@@ -17,14 +17,14 @@ def _plain(value: Any) -> Any:
 
 
 def prompt_list(prompts: Any) -> tuple[list[Any], bool]:
-    """The prompts as a list, and whether it was a single one: an array or tensor of one dimension is, if empty too."""
+    """The prompts as a list, and whether it was a single one, as an empty array or tensor of one dimension is."""
     values = _plain(prompts)
     if isinstance(values, str):
         return [values], True
     if isinstance(values, Mapping | bytes) or not isinstance(values, Iterable):
         raise RequestError(f"prompts is {prompts!r:.60}; supported: text, token ids, or a list of such prompts")
     values = [_plain(value) for value in values]
-    single = getattr(prompts, "ndim", 0) == 1 or (bool(values) and all(isinstance(value, int) for value in values))
+    single = (bool(values) or getattr(prompts, "ndim", 0) == 1) and all(isinstance(value, int) for value in values)
     return [values] if single else values, single
 
 

@@ -43,6 +43,7 @@ def test_an_empty_array_is_an_empty_prompt_and_an_empty_list_none(llm: LLM) -> N
     for empty in (np.array([], np.int64), torch.tensor([], dtype=torch.int64)):
         assert llm.generate(empty, GREEDY).token_ids == [piece.token_id for piece in llm.stream(empty, GREEDY)]
     assert llm.generate([], GREEDY) == llm.generate(np.zeros((0, 3), np.int64), GREEDY) == []
+    assert len(llm.generate(np.array(["Once", "The"]), GREEDY)) == 2
 
 
 def test_a_matrix_of_ids_is_a_list_of_prompts(llm: LLM) -> None:
