@@ -148,7 +148,7 @@ __device__ __forceinline__ void prepare(const AttentionArgs& a, const HeadArgs& 
   const auto place = [&](void* pool, float* scales) {
     return row < 0 ? NewRow<T>{} : NewRow<T>{static_cast<T*>(pool) + row * F::width(a.cache), scales + row};
   };
-  raw.prepare(prepared, a.cache, head_args, at.heads, place(a.cache.k, a.cache.k_scales),
+  raw.prepare(prepared, a, at.row, at.first_head, head_args, at.heads, place(a.cache.k, a.cache.k_scales),
               place(a.cache.v, a.cache.v_scales));
   __syncthreads();
 }
@@ -249,11 +249,20 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
     *reinterpret_cast<float4*>(partials.outputs + static_cast<int64_t>(n) * width + d) = t.o;
     if (d == 0) partials.statistics[n] = {t.m, t.l};
   };
-  const auto each_quad = [&](auto f) {  // of the output, (head, d .. d + 3); a thread keeps its own throughout
-#pragma unroll
-    for (int r = 0; r < kRounds; ++r) {
+  // A thread's quads of the output, (head, d .. d + 3): the same ones each time. Of many, few are there, and what a loop
+  // is unrolled to comes from memory anew in every layer.
+  constexpr bool kRolled{kRounds > 2};
+  const auto each_quad = [&](auto f) {
+    const auto round = [&](int r) {
       const int i = threadIdx.x + r * R::kThreads, h = i / kQuads;
       if (h < at.heads && F::has(a.cache, i % kQuads * 4)) f(r, h, i % kQuads * 4);
+    };
+    if constexpr (kRolled) {
+#pragma unroll 1
+      for (int r = 0; r * R::kThreads < at.heads * kQuads; ++r) round(r);
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) round(r);
     }
   };
   if constexpr (F::kParts > 1) {
@@ -290,20 +299,22 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   const auto finish = [&](int h, int d, const Triple& t) {
     partials_of_row == 1 ? write(h, d, t) : leave(at.part / F::kCluster, h, d, t);
   };
-  Triple merged[kRounds];
-  each_quad([&](int r, int h, int d) {
-    merged[r] = space.merged(h, d);
-    if (ranks == 1) finish(h, d, merged[r]);
-  });
+  Triple merged[kRolled ? 1 : kRounds];
+  if (!kRolled || ranks == 1) {
+    each_quad([&](int r, int h, int d) {
+      merged[kRolled ? 0 : r] = space.merged(h, d);
+      if (ranks == 1) finish(h, d, merged[kRolled ? 0 : r]);
+    });
+  }
   if (ranks > 1) {
     if (at.rank == 0 && threadIdx.x == 0) cluster_expect(&received, ranks * at.heads * (width * 4 + 8));
     cluster_wait();
     const uint32_t barrier = cluster_address(&received, 0);
     each_quad([&](int r, int h, int d) {
-      cluster_store(cluster_address(space.part(at.rank, h) + d, 0), merged[r].o, barrier);
-      if (d == 0)
-        cluster_store(cluster_address(space.part_statistics(at.rank) + h, 0), float2{merged[r].m, merged[r].l},
-                      barrier);
+      if constexpr (kRolled) merged[0] = space.merged(h, d);
+      const Triple& t = merged[kRolled ? 0 : r];
+      cluster_store(cluster_address(space.part(at.rank, h) + d, 0), t.o, barrier);
+      if (d == 0) cluster_store(cluster_address(space.part_statistics(at.rank) + h, 0), float2{t.m, t.l}, barrier);
     });
     if (at.rank != 0) return;
     cluster_receive(&received);

@@ -63,22 +63,27 @@ struct RawHeads {
   static constexpr int D{F::D}, kWarps{F::kWarps};
   static constexpr int kValues{D / kWarp};
   static constexpr int kRounds{kHeads / kWarps};
-  bf16 q[kRounds][kValues], key[kValues], value[kValues];
+  static constexpr int kHeld{kRounds > 2 ? 1 : kRounds};  // more of a warp's heads are read one by one
+  bf16 q[kHeld][kValues], key[kValues], value[kValues];
   float cos[kValues / 2], sin[kValues / 2];
 
-  __device__ __forceinline__ void read(const AttentionArgs& a, int64_t row, int first_head, int heads, int kv_head) {
-    const int warp = threadIdx.x / kWarp, width = F::width(a.cache);
-    const Places<F> at(a.cache);
+  // Value i of a head of the projection, for this lane.
+  __device__ __forceinline__ static bf16 element(const AttentionArgs& a, int64_t row, const Places<F>& at, int head,
+                                                 int i) {
     const bf16* const qkv = static_cast<const bf16*>(a.q) + row * a.q_stride + at.first;
-    const auto element = [&](int head, int i) {
-      return at.in_head ? qkv[head * width + at.step * i] : from_float<bf16>(0.0f);
-    };
+    return at.in_head ? qkv[head * F::width(a.cache) + at.step * i] : from_float<bf16>(0.0f);
+  }
+
+  __device__ __forceinline__ void read(const AttentionArgs& a, int64_t row, int first_head, int heads, int kv_head) {
+    const int warp = threadIdx.x / kWarp;
+    const Places<F> at(a.cache);
+    const auto element = [&](int head, int i) { return RawHeads::element(a, row, at, head, i); };
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       key[i] = element(a.heads + kv_head, i);
       value[i] = element(a.heads + a.cache.kv_heads + kv_head, i);
 #pragma unroll
-      for (int n = 0; n < kRounds; ++n)
+      for (int n = 0; n < kHeld; ++n)
         if (warp + n * kWarps < heads) q[n][i] = element(first_head + warp + n * kWarps, i);
     }
   }
@@ -136,20 +141,36 @@ struct RawHeads {
 
   // `new_key`, `new_value`: places in the cache.
   template <class T>
-  __device__ __forceinline__ void prepare(Prepared<D, T>& to, const PagedCache& cache, const HeadArgs& a, int heads,
-                                          NewRow<T> new_key, NewRow<T> new_value) {
+  __device__ __forceinline__ void prepare(Prepared<D, T>& to, const AttentionArgs& args, int64_t row, int first_head,
+                                          const HeadArgs& a, int heads, NewRow<T> new_key, NewRow<T> new_value) {
     const int warp = threadIdx.x / kWarp;
-    const Places<F> at(cache);
-    turn(q[0], a.q_norm, a);
+    const Places<F> at(args.cache);
     turn(key, a.k_norm, a);
+    if constexpr (kRounds > kHeld) {
+#pragma unroll 1
+      for (int h = warp; h < heads; h += kWarps) {
+        bf16 next[kValues]{};
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) to.q[warp][at[i]] = q[0][i];
+        for (int i = 0; i < kValues; ++i)
+          if (h + kWarps < heads) next[i] = element(args, row, at, first_head + h + kWarps, i);
+        turn(q[0], a.q_norm, a);
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) {
+          to.q[h][at[i]] = q[0][i];
+          q[0][i] = next[i];
+        }
+      }
+    } else {
+      turn(q[0], a.q_norm, a);
+#pragma unroll
+      for (int i = 0; i < kValues; ++i) to.q[warp][at[i]] = q[0][i];
+    }
     if (warp == 0) put<true>(at, {to.key_value[0], to.scales}, key);
     if (warp == 1) put<true>(at, {to.key_value[1], to.scales + 1}, value);
     if (warp == kWarps - 2) put<false>(at, new_key, key);
     if (warp == kWarps - 1) put<false>(at, new_value, value);
 #pragma unroll
-    for (int n = 1; n < kRounds; ++n) {
+    for (int n = 1; n < kHeld; ++n) {
       if (warp + n * kWarps >= heads) break;
       turn(q[n], a.q_norm, a);
 #pragma unroll
