@@ -116,8 +116,9 @@ class Sampler:
         bias = params.logit_bias or {}
         self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
         self._bias = np.fromiter(bias.values(), np.float32, len(bias))
-        if bias and (largest := max(bias)) >= vocab_size:
-            raise RequestError(f"logit_bias names token {largest}; supported: 0 to {vocab_size - 1}")
+        for name, named in (("logit_bias", bias), ("stop_token_ids", params.stop_token_ids)):
+            if named and (largest := max(named)) >= vocab_size:
+                raise RequestError(f"{name} names token {largest}; supported: 0 to {vocab_size - 1}")
         self._seen = _Counts(prompt_ids) if params.repetition_penalty != 1 else None
         counted = params.frequency_penalty or params.presence_penalty
         self._output = _Counts(()) if counted else None

@@ -249,8 +249,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
     *reinterpret_cast<float4*>(partials.outputs + static_cast<int64_t>(n) * width + d) = t.o;
     if (d == 0) partials.statistics[n] = {t.m, t.l};
   };
-  // A thread's quads of the output, (head, d .. d + 3): the same ones each time. Of many, few are there, and what a loop
-  // is unrolled to comes from memory anew in every layer.
+  // A thread's quads of the output, (head, d .. d + 3), the same ones each time. Where there may be many, most models
+  // have few, and unrolled they drive a layer's other code out of the instruction cache.
   constexpr bool kRolled{kRounds > 2};
   const auto each_quad = [&](auto f) {
     const auto round = [&](int r) {

@@ -18,7 +18,7 @@ std::string describe(const LinearWeight& w, int planes, int m) {
 DecodePlan plan_here(const LinearWeight& w, int planes, int m, bool aligned) {
   const DecodePlan plan =
       plan_decode(w, planes, m, aligned, device_attribute(cudaDevAttrMultiProcessorCount),
-                  device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - 1024, compiled_architecture());
+                  device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin), compiled_architecture());
   if (plan.grid == 0) {
     throw std::invalid_argument(describe(w, planes, m) + ": K is too long for the shared memory of this card");
   }

@@ -397,6 +397,8 @@ def test_other_errors_and_forms() -> None:
         SamplingParams(temprature=1.0)  # pyright: ignore[reportCallIssue]
     with pytest.raises(RequestError, match="logit_bias names token 17; supported: 0 to 16"):
         Sampler(SamplingParams(logit_bias={17: 1.0}), 17)
+    with pytest.raises(RequestError, match="stop_token_ids names token 20; supported: 0 to 16"):
+        Sampler(SamplingParams(stop_token_ids=[3, 20]), 17)
     with pytest.raises(RequestError, match="largest logit is nan"):
         Sampler(SamplingParams(), 3).sample(torch.tensor([0.0, math.nan, 1.0]))
     assert SamplingParams(stop="###").stop == ("###",)
