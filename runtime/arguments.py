@@ -11,16 +11,24 @@ from nibblelm.errors import DeviceError, RequestError
 from nibblelm.ops.types import ActivationBits
 
 
-def use_threads(count: int) -> None:
-    """Compute on `count` CPU threads, but on no more than the cores this process may use: they would wait for each
-    other."""
-    if not isinstance(count, int) or count < 1:
+def usable_threads(count: int | None) -> int:
+    """CPU threads to compute on: `count`, None for as many as can be, but no more than the cores this process may use:
+    they would wait for each other."""
+    cores = _cpu.usable_cores()
+    if count is None:
+        return cores
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise RequestError(f"threads is {count!r}; supported: 1 or more, None for the cores this process may use")
-    if count > (cores := _cpu.usable_cores()):
+    if count > cores:
         warnings.warn(
-            f"{count} threads were asked for; this process may use {cores} cores, so {cores} run", stacklevel=3
+            f"{count} threads were asked for; this process may use {cores} cores, so {cores} run", stacklevel=4
         )
-    ops.set_threads(min(count, cores))
+    return min(count, cores)
+
+
+def use_threads(count: int) -> None:
+    """Compute on that many of the `usable_threads`."""
+    ops.set_threads(usable_threads(count))
 
 
 def select_device(name: str | torch.device) -> torch.device:

@@ -305,7 +305,9 @@ class LLM:
         """Token ids of a prompt as `generate` uses them: special tokens as the tokenizer adds them, BOS if empty."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise RequestError("this folder has no tokenizer; pass token ids instead of text")
+                raise RequestError(
+                    "this folder has no tokenizer; copy tokenizer.json into it, or pass token ids instead"
+                )
             ids = self.tokenizer.encode(prompt)
         else:
             ids = prompt_ids(prompt)

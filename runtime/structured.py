@@ -14,6 +14,7 @@ import numpy as np
 
 from nibblelm.errors import SchemaError
 from nibblelm.sampling_params import SamplingParams
+from nibblelm.schema_limits import exact_grammar, exact_schema, require_whole
 from nibblelm.tokenizer import Tokenizer
 
 LONGEST = 1 << 16
@@ -28,13 +29,13 @@ _JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": 
 class Guide:
     """Where one output stands in its grammar, and which tokens may come next."""
 
-    def __init__(self, matcher: Any, words: int) -> None:
-        self._matcher, self._words = matcher, words
+    def __init__(self, matcher: Any, words: int, name: str) -> None:
+        self._matcher, self._words, self._name = matcher, words, name
         self._mask: np.ndarray | None = None
 
     def copy(self) -> "Guide":
         """Another output at the same place."""
-        copy = Guide(self._matcher.deep_copy(), self._words)
+        copy = Guide(self._matcher.deep_copy(), self._words, self._name)
         copy._mask = self._mask
         return copy
 
@@ -55,7 +56,7 @@ class Guide:
 
     def _check(self) -> None:
         if error := self._matcher.get_error():
-            raise SchemaError(f"the schema or grammar cannot be followed: {_first_line(error)}")
+            raise SchemaError(f"the {self._name} cannot be followed: {_first_line(error)}")
 
 
 class Guides:
@@ -97,15 +98,19 @@ class Guides:
 
         try:
             if name == "schema":
+                text = json.dumps(exact_schema(json.loads(text)))
                 grammar = LLMatcher.grammar_from_json_schema(text, overrides=_JSON)  # type: ignore[arg-type]
+            elif name == "grammar":
+                grammar = LLMatcher.grammar_from_lark(exact_grammar(text))
             else:
-                grammar = getattr(LLMatcher, "grammar_from_lark" if name == "grammar" else "grammar_from_regex")(text)
-        except ValueError as error:
+                require_whole(text, name)
+                grammar = LLMatcher.grammar_from_regex(text)
+        except (ValueError, RecursionError) as error:
             raise SchemaError(f"the {name} cannot be read: {_first_line(str(error))}") from error
         matcher = LLMatcher(vocabulary, grammar, log_level=0)
         if error := matcher.get_error():
             raise SchemaError(f"the {name} cannot be followed: {_first_line(error)}")
-        guide = Guide(matcher, -(-self._vocab_size // 32))
+        guide = Guide(matcher, -(-self._vocab_size // 32), name)
         guide.mask()  # the first is the dearest, and whoever compiles waits for nobody
         return guide
 
@@ -134,17 +139,20 @@ class _Vocabulary:
         self.eos_token_id, self.bos_token_id = end_id, tokenizer.bos_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
         self.special_token_ids = [i for i in range(vocab_size) if tokenizer.is_special(i)]
-        special = {b"", *(self.tokens[i] for i in self.special_token_ids)}
+        self._special = frozenset(self.special_token_ids)
+        special = {b"", *(self.tokens[i] for i in self._special)}
         self._ids = {token: i for i, token in enumerate(self.tokens) if token not in special}
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: str) -> list[int]:
         """Ids that stand for exactly this text, where there are such: some tokenizers put a space before a text, or
-        drop one behind it, and then its tokens are looked for one by one."""
+        drop one behind it, or take the name of a special token for that, and then its tokens are looked for one by one.
+        """
         if not isinstance(text, str):
             raise TypeError("text alone is encoded")
         ids, data = self._tokenizer.encode(text, add_special_tokens=False), text.encode()
-        if all(i < len(self.tokens) for i in ids) and b"".join(self.tokens[i] for i in ids) == data:
+        plain = self._special.isdisjoint(ids) and all(i < len(self.tokens) for i in ids)
+        if plain and b"".join(self.tokens[i] for i in ids) == data:
             return ids
         ids, at = [], 0
         while at < len(data):

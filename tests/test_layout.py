@@ -13,7 +13,7 @@ PACKAGE = Path(nibblelm.__file__).parent
 
 # A module may import from its own layer and from layers before it.
 LAYERS = [
-    ["errors", "memory", "sizes", "_cpu", "_cuda", "pages", "nibblelm"],
+    ["errors", "memory", "sizes", "schema_limits", "_cpu", "_cuda", "pages", "nibblelm"],
     ["ops"],
     ["arguments"],
     ["config", "config_keys", "rope_config", "checkpoint", "graph"],

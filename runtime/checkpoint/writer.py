@@ -174,8 +174,8 @@ def typed_write_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise ConvertError(
-                f"no space left while writing {path}; what is finished is kept: free some space and run the same "
-                "conversion with --resume"
+                f"no space left while writing {path}, or files may not be as large: free some space and run the same "
+                "conversion with --resume, which keeps what is finished"
             ) from error
         raise ConvertError(f"cannot write {path}: {error.strerror or error}") from error
 

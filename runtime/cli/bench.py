@@ -75,8 +75,10 @@ def run(args: argparse.Namespace) -> int:
         return bench_serve.run(args)
     if not (args.model or args.shape):
         raise RequestError("say what to measure: --model FOLDER, --shape NAME, or serve --url URL")
-    if args.model and (args.bits, args.group_size) != (None, None):
-        raise RequestError("--bits and --group-size are of --shape; a model has those it was converted with")
+    if args.model and (args.random_weights or (args.bits, args.group_size) != (None, None)):
+        raise RequestError(
+            "--random-weights, --bits and --group-size are of --shape; a model has its own, as it was converted"
+        )
     args.bits, args.group_size = args.bits or 4, args.group_size or -1
     loads = _loads(args, _context_limit(args))
     for load in loads:

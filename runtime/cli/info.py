@@ -19,9 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.supported:
-        from nibblelm.cli.supported import table
+        from nibblelm.cli.supported import switches, table
+        from nibblelm.errors import RequestError
+        from nibblelm.models import families
 
-        print(table())
+        if args.strict:
+            raise RequestError("--strict is of a folder's config.json; leave it out with --supported")
+        print(json.dumps({name: switches(name) for name in families()}) if args.json else table())
         return 0
     facts = describe(args.model, args.strict)
     if args.json:

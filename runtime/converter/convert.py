@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from nibblelm import __version__, _cpu
+from nibblelm import __version__
+from nibblelm.arguments import usable_threads
 from nibblelm.checkpoint import Checkpoint
 from nibblelm.checkpoint.journal import Journal
 from nibblelm.checkpoint.work_folder import WorkFolder
@@ -104,7 +105,7 @@ def convert(
         raise ConvertError("the destination is an empty path; name a folder")
     rules = (keep,) if isinstance(keep, str) else tuple(keep)
     options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, dtype, rotate, samples, seed)
-    arguments = (calibration, device, parse_size(max_shard_size), strict, threads or _cpu.usable_cores())
+    arguments = (calibration, device, parse_size(max_shard_size), strict, usable_threads(threads))
     checkpoint = open_model(src)
     if max_size is not None and target_kl is None:
         raise ConvertError("max_size limits what target_kl promotes; give a target_kl too")

@@ -61,11 +61,11 @@ class Prepared:
         self.read: list[tuple[str, str]] = []
         self.record: dict[str, Any] | None = None
         self.fingerprint: dict[str, Any] = {}
+        self._device = select_device(device)
         if options.method in CALIBRATED:
             _require_walkable(self._config, options.method)
             args = (checkpoint.folder, self._config, options.samples, options.seed, options.held_out)
             self._calibration = read_calibration(calibration, *args)
-            self._device = select_device(device)
             self.record = self._calibration.record
             self.fingerprint = {"calibration": self.record, "device": self._device.type}
         elif calibration is not None and not options.held_out:

@@ -43,6 +43,12 @@ class Options:
         _one_of("method", self.method, (*METHODS, *CALIBRATED))
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
         _one_of("embeddings", self.embeddings, (None, 4, 8))
+        for name in ("symmetric", "keep_tied", "rotate"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConvertError(f"{name} is {value!r}; supported: True or False")
+        for name in ("samples", "seed"):
+            if type(value := getattr(self, name)) is not int:
+                raise ConvertError(f"{name} is {value!r}; supported: a whole number")
         if self.keep_tied and self.embeddings is not None:
             raise ConvertError("keep_tied keeps one 16-bit table for both ends, so embeddings cannot be quantized")
         if self.keep_tied and self.rotate:
@@ -74,7 +80,7 @@ class Options:
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed or isinstance(value, bool):
+    if value not in allowed or type(value) not in map(type, allowed):  # 4.0 and True are in some, too
         raise ConvertError(f"{name} must be one of {', '.join(map(str, allowed))}, got {value!r}")
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
+from nibblelm.errors import SchemaError
 from nibblelm.request import GenerationOutput, Request
 from nibblelm.sampler import Sampled
 from nibblelm.server.answers import Chunks, answer, finite, head, token_name, usage
-from nibblelm.server.errors import ApiError
+from nibblelm.server.errors import ApiError, as_api_error
 from nibblelm.server.events import EventStream
 from nibblelm.server.fields import Fields
 from nibblelm.server.messages import read_messages, read_tool_choice, read_tools
@@ -111,7 +112,10 @@ def _requests(service: Service, wanted: Chat) -> tuple[str, list[Request]]:
         params = service.llm.resolve(params, fields)
     prompt = tokenizer.apply_chat_template(wanted.messages, **wanted.variables)
     ids = service.llm.encode_rendered(prompt)
-    return prompt, service.prepared(ids, params, wanted.common.n, wanted.asked, "messages", answers=True)
+    try:
+        return prompt, service.prepared(ids, params, wanted.common.n, wanted.asked, "messages", answers=True)
+    except SchemaError as error:
+        raise as_api_error(error, "tools" if wanted.forced else None) from error
 
 
 class _Answer:

@@ -41,7 +41,8 @@ def as_api_error(error: NibbleLMError, param: str | None = None) -> ApiError:
     if isinstance(error, EngineError):
         return ApiError(503, str(error), code="engine_ended")
     if isinstance(error, SchemaError):
-        return ApiError(422, str(error), param="response_format", code="unsupported_schema")
+        named = next((name for name in ("regex", "grammar") if str(error).startswith(f"the {name} ")), None)
+        return ApiError(422, str(error), param=param or named or "response_format", code="unsupported_schema")
     return ApiError(400, str(error), param=param)
 
 

@@ -22,7 +22,7 @@ from nibblelm.engine import LLM
 from nibblelm.errors import RequestError
 from nibblelm.server.app import application
 from nibblelm.server.errors import ApiError
-from nibblelm.server.service import CONNECTION, Limits, Service
+from nibblelm.server.service import CONNECTION, STOPPING, Limits, Service
 
 HEAD_S = 15.0
 """Seconds that a client may take for a request's first line and headers, from its connection or its first byte on."""
@@ -48,6 +48,13 @@ class Options:
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
+        origins = tuple(origin.lower().removesuffix("/") for origin in self.origins)  # as browsers send them
+        object.__setattr__(self, "origins", origins)
+        for origin in origins:
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+", origin):
+                raise RequestError(
+                    f"{origin!r} is no origin of a page (--cors); supported: as http://localhost:3000, or *"
+                )
         if not all(re.fullmatch("[!-~]+", key) for key in self.keys):
             raise RequestError(
                 "a key (--api-key, --api-key-file) is empty, or has characters that headers do not carry; "
@@ -196,9 +203,22 @@ class _Protocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        body = json.dumps(ApiError(400, msg).body)
+        self._refuse("400 Bad Request", ApiError(400, msg))
+
+    def shutdown(self) -> None:
+        """At the end of draining: nobody waits for what a client has still to send."""
+        if self.cycle is not None and not self.cycle.response_started and self.cycle.more_body:
+            self._refuse("503 Service Unavailable", ApiError(503, STOPPING))
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            return
+        super().shutdown()
+
+    def _refuse(self, status: str, error: ApiError) -> None:
+        """Answer past the application, and close."""
+        body = json.dumps(error.body)
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
-        self.transport.write(f"HTTP/1.1 400 Bad Request\r\n{head}\r\n\r\n{body}".encode())
+        self.transport.write(f"HTTP/1.1 {status}\r\n{head}\r\n\r\n{body}".encode())
         self.transport.close()
 
     def _parse(self, data: bytes) -> None:

@@ -1,5 +1,6 @@
 """An answer taken apart as it comes: what the model thought, what it says, and the tools it calls."""
 
+import json
 import uuid
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ class ReplyParser:
         self._state = self._thought_begins if thinking else self._opening if thinks else self._beginning
         self._tools, self._names = tools, names
         self._held = ""
+        self._gap = ""  # white space before what may be a call
         self._final = False
         self.calls = 0
 
@@ -94,22 +96,29 @@ class ReplyParser:
         self._held = self._held[len(ready) :]
         if found >= 0:
             self._state = self._call
-        if mark is not None and (found >= 0 or self.calls):  # white space around calls separates them
-            ready = ready.rstrip() if found >= 0 or not ready.strip() else ready
-        if ready:
-            yield {"content": ready}
+        said = ready
+        if mark is not None and (found >= 0 or (self.calls and not ready.strip())):  # it separates calls
+            said = ready.rstrip()
+        self._gap = ready[len(said) :] if found >= 0 else ""
+        if said:
+            yield {"content": said}
 
     def _call(self) -> Iterator[Delta]:
         """From the mark that starts a call."""
         assert self._tools is not None
         assert self._tools.start is not None
-        end = -1 if self._tools.end is None else self._held.find(self._tools.end)
-        if end < 0 and not self._final:
-            return
-        last = len(self._held) if end < 0 else end
-        text = self._held[len(self._tools.start) : last]
-        behind = last if end < 0 else end + len(self._tools.end or "")
-        calls = self._tools.read(text, self._names)
+        begin, end, calls = len(self._tools.start), -1, None
+        if self._tools.end is not None:
+            end = self._held.find(self._tools.end, begin)
+            while end >= 0 and (calls := self._tools.read(self._held[begin:end], self._names)) is None:
+                if not _within_string(self._held[begin:end]):
+                    break
+                end = self._held.find(self._tools.end, end + 1)  # that one was part of an argument
+        if end < 0:
+            if not self._final:
+                return
+            calls = self._tools.read(self._held[begin:], self._names)
+        behind = len(self._held) if end < 0 else end + len(self._tools.end or "")
         yield from self._called(calls, self._held[:behind])
         self._held = self._held[behind:]
         self._state = self._content
@@ -123,7 +132,8 @@ class ReplyParser:
     def _called(self, calls: list[dict[str, Any]] | None, text: str) -> Iterator[Delta]:
         """The deltas of calls; what is none, is text."""
         if calls is None and text:
-            yield {"content": text}
+            yield {"content": self._gap + text}
+        self._gap = ""
         for call in calls or []:
             made = {"index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call}
             self.calls += 1
@@ -136,6 +146,17 @@ class ReplyParser:
         most = min(len(mark) - 1, len(self._held))
         kept = next((n for n in range(most, 0, -1) if mark.startswith(self._held[-n:])), 0)
         return self._held[: len(self._held) - kept].rstrip()
+
+
+def _within_string(text: str) -> bool:
+    """Whether JSON is cut off in the middle of a string."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except RecursionError:
+        return False
+    return False
 
 
 def whole_message(deltas: list[Delta]) -> dict[str, Any]:

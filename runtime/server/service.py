@@ -30,6 +30,8 @@ BODY_S = 30.0
 STALLED_S = 30.0
 """Seconds without a step, while something is to be computed, after which the server counts as ill."""
 
+STOPPING = "the server is about to stop; ask another one"
+
 CONNECTION = "connection"
 """Where the ASGI scope's `state` has the Connection that a request came by."""
 
@@ -148,7 +150,7 @@ class Service:
         if outputs > self.most:
             raise ApiError(400, f"{outputs} outputs in one request; supported: at most {self.most}", param=param)
         if self.draining:
-            raise ApiError(503, "the server is about to stop; ask another one", headers={"retry-after": "1"})
+            raise ApiError(503, STOPPING, headers={"retry-after": "1"})
         if self.unfinished + outputs > self.most:
             self.refused += 1
             raise ApiError(
@@ -232,7 +234,9 @@ class Service:
         return finished
 
     def _failed(self, error: NibbleLMError) -> ApiError:
-        if self.llm.engine.end is not None and not self.draining:
+        if self.llm.engine.end is not None:
+            if self.draining:
+                return ApiError(503, STOPPING, code="engine_ended")
             self.engine_failed.set()
         return as_api_error(error)
 

@@ -200,6 +200,8 @@ def test_bench_of_a_model_takes_no_format(stories: str, capsys: pytest.CaptureFi
 
     assert main(["bench", "-m", stories, "--bits", "8"]) == 1
     assert "--bits and --group-size are of --shape" in capsys.readouterr().err
+    assert main(["bench", "-m", stories, "--random-weights"]) == 1
+    assert "--random-weights, --bits and --group-size are of --shape" in capsys.readouterr().err
 
 
 def test_bench_fits_its_default_load_to_the_context(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What `nibblelm info --supported` lists is what README says and what the families read."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,12 @@ def test_readme_has_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--supported"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == table()
     assert table() in README.read_text()
+    assert main(["info", "--supported", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [*listed] == [*families()]
+    assert "`rope`" in listed["llama"]
+    assert main(["info", "--supported", "--strict"]) == 1
+    assert "--strict" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model_type", families())

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from nibblelm import convert
 from nibblelm.checkpoint import Scheme, open_checkpoint
 from nibblelm.converter import source as source_reader
-from nibblelm.errors import CheckpointError, ConfigError, ConvertError
+from nibblelm.errors import CheckpointError, ConfigError, ConvertError, RequestError
 from nibblelm.ops.reference import dequantize
 from nibblelm.ops.types import QuantizedWeight
 from nibblelm.sizes import parse_size
@@ -281,11 +281,26 @@ def test_record(save, tmp_path):
         (dict(embeddings=16), "embeddings must be"),
         (dict(max_shard_size="many"), "max_shard_size"),
         (dict(max_shard_size=0), "max_shard_size"),
+        (dict(group_size=32.0), "group_size must be one of"),
+        (dict(symmetric="no"), "symmetric is 'no'"),
+        (dict(rotate=1), "rotate is 1"),
+        (dict(seed=1.5, rotate=True), "seed is 1.5"),
+        (dict(samples="3", method="gptq"), "samples is '3'"),
+        (dict(threads=0), "threads is 0"),
+        (dict(threads="2"), "threads is '2'"),
+        (dict(device="foo"), "device 'foo' is not supported"),
     ],
 )
 def test_options_out_of_range(options, message, save, tmp_path):
-    with pytest.raises(ConvertError, match=message):
-        convert(save("llama"), tmp_path / "out", **options)
+    source = save("llama")
+    with pytest.raises(ConvertError if message[:6] not in {"thread", "device"} else RequestError, match=message):
+        convert(source, tmp_path / "out", **options)
+    assert [path for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))] == []
+
+
+def test_no_more_threads_than_cores(save, tmp_path):
+    with pytest.warns(UserWarning, match="100000 threads were asked for"):
+        convert(save("llama"), tmp_path / "out", threads=100_000)
 
 
 def test_sizes():

@@ -18,6 +18,7 @@ import pytest
 from nibblelm import LLM
 from nibblelm.cli import main
 from nibblelm.server import listen
+from nibblelm.server.service import STOPPING
 
 sys.path.insert(0, str(Path(__file__).parent))
 from waiting import PATIENCE_S, wait_for
@@ -98,7 +99,7 @@ def test_tokens_are_those_of_the_model(server: Any, llm: LLM) -> None:
 
 def test_keys_and_origins(serving: Any, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("second\n\nthird\n")
-    server = serving(folder, "--api-key", "first", "--api-key-file", str(tmp_path / "keys"), "--cors", "http://page")
+    server = serving(folder, "--api-key", "first", "--api-key-file", str(tmp_path / "keys"), "--cors", "HTTP://Page/")
     assert server.request("GET", "/health")[0] == 200
     for path in ("/v1/models", "/metrics"):
         for given in (None, "Bearer wrong", "Basic first", "first", "Bearer firs", "Bearer "):
@@ -230,6 +231,23 @@ def test_what_does_not_end_in_time_is_told(
     assert server.ended() == code
     last = json.loads(text.strip().rpartition("data: ")[2])
     assert last["error"]["code"] == "engine_ended"
+    assert last["error"]["message"] == STOPPING
+
+
+def test_sigterm_does_not_wait_for_the_rest_of_a_body(serving: Any, folder: Path) -> None:
+    server = serving(folder)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as half:
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 999\r\n\r\n{"
+        )
+        half.sendall(head.encode())
+        assert server.request("GET", "/health")[0] == 200
+        server.process.send_signal(signal.SIGTERM)
+        got = b"".join(iter(lambda: half.recv(4096), b""))
+    assert got.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["message"] == STOPPING
+    assert server.ended() == 0
+    assert "Traceback" not in "".join(server.log)
 
 
 def test_killed_and_started_again(serving: Any, folder: Path) -> None:
@@ -271,6 +289,7 @@ def test_arguments_that_cannot_be(folder: Path, tmp_path: Path, capsys: pytest.C
         (["--api-key-file", str(tmp_path / "umlaut")], 1, "supported: visible characters of ASCII"),
         (["--api-key", ""], 1, "supported: visible characters of ASCII"),
         (["--api-key", "good", "--api-key", "k\udcff"], 1, "supported: visible characters of ASCII"),
+        (["--cors", "page.com"], 1, "'page.com' is no origin of a page (--cors)"),
         (["--max-queue", "5000", "--port", "0"], 1, "max_queue is 5000"),
         (["--max-sequences", "5000", "--port", "0"], 1, "max_sequences is 5000 and max_queue is 256; supported: 4096"),
         (["--kv-memory", "1M", "--max-context", "512", "--port", "0"], 1, "for keys and values hold"),

@@ -14,6 +14,7 @@ NAMES = ["weather", "time"]
 ROME = {"name": "weather", "arguments": {"town": "Rome ☀"}}
 CALL = json.dumps(ROME, ensure_ascii=False)
 LLAMA = CALL.replace("arguments", "parameters")
+END_MARKED = CALL.replace("Rome", "</tool_call> </tool_call>")
 
 # format, thinking already, text, reasoning, content, calls
 CASES: list[tuple[ToolFormat | None, bool, str, str, str | None, list[dict[str, Any]]]] = [
@@ -30,6 +31,10 @@ CASES: list[tuple[ToolFormat | None, bool, str, str, str | None, list[dict[str, 
     (QWEN, False, "<tool_call>{bad</tool_call> x", "", "<tool_call>{bad</tool_call> x", []),
     (QWEN, False, f"<tool_call>{CALL.replace('weather', 'rm')}</tool_call>", "", None, []),
     (QWEN, False, "1 <tool 2", "", "1 <tool 2", []),
+    (QWEN, False, "Sure.\n\n<tool_call> is a tag", "", "Sure.\n\n<tool_call> is a tag", []),
+    (QWEN, False, f"A \n<tool_call>{CALL}</tool_call>\nB <tool_call> C", "", "A\nB <tool_call> C", [ROME]),
+    (QWEN, False, f"<tool_call>{END_MARKED}</tool_call>", "", None, [json.loads(END_MARKED)]),
+    (QWEN, False, '<tool_call>{"name": "</tool_call> x', "", '<tool_call>{"name": "</tool_call> x', []),
     (MISTRAL, False, f"[TOOL_CALLS][{CALL}, {CALL}]", "", None, [ROME, ROME]),
     (MISTRAL, False, '[TOOL_CALLS]weather[ARGS]{"town": "Rome ☀"}', "", None, [ROME]),
     (MISTRAL, False, "[TOOL_CALLS]time[CALL_ID]abc[ARGS]{}[TOOL_CALLS]time[ARGS]{}", "", None, [{"name": "time"}] * 2),

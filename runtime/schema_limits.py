@@ -1,0 +1,94 @@
+"""What llguidance would misread in a schema or an expression, mended or refused before it is read.
+
+It computes with doubles and 64-bit integers: beyond 2^53 it follows another number than the one given, and at -2^63 its
+process ends. An escape that an expression ends with is dropped.
+"""
+
+import json
+from typing import Any
+
+from nibblelm.errors import SchemaError
+
+MOST = 1 << 53
+"""Up to here every integer is a double."""
+
+_LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords that hold schemas by names, which are no keywords."""
+
+
+def exact_schema(schema: Any, what: str = "schema") -> Any:
+    """A schema whose answers follow `schema`, in numbers that are followed exactly: bounds beyond 2^53 are drawn in.
+
+    Raises SchemaError for a constant, or bounds, that no such number satisfies.
+    """
+    if isinstance(schema, list):
+        return [exact_schema(part, what) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    exact: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            exact[key] = {name: exact_schema(part, what) for name, part in value.items()}
+        elif key in ("const", "enum"):
+            _check(value, what)
+            exact[key] = value
+        elif key == "pattern" and isinstance(value, str):
+            require_whole(value, "pattern")
+            exact[key] = value
+        elif key in (*_LOWER, *_UPPER) and _is_number(value):
+            if (key in _LOWER and value > MOST) or (key in _UPPER and value < -MOST):
+                raise _refused(value, what)
+            exact[key] = max(-MOST, min(MOST, value))
+        else:
+            exact[key] = exact_schema(value, what)
+    return exact
+
+
+def exact_grammar(grammar: str) -> str:
+    """The same for the schemas within a grammar, each behind %json."""
+    mark, done, at = "%json", "", 0
+    while (found := grammar.find(mark, at)) >= 0:
+        begin = found + len(mark)
+        begin += len(grammar[begin:]) - len(grammar[begin:].lstrip())
+        done, at = done + grammar[at:begin], begin
+        if not grammar.startswith("{", begin):  # part of a string, say
+            continue
+        try:
+            schema, end = json.JSONDecoder().raw_decode(grammar, begin)
+        except ValueError:  # no schema, or one that llguidance says what is wrong with
+            continue
+        done, at = done + json.dumps(exact_schema(schema, "grammar")), end
+    return done + grammar[at:]
+
+
+def require_whole(expression: str, what: str) -> None:
+    """SchemaError for a regular expression that ends within an escape."""
+    if (len(expression) - len(expression.rstrip("\\"))) % 2:
+        raise SchemaError(f"the {what} ends with a backslash that escapes nothing; write two of them for one")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check(value: Any, what: str) -> None:
+    """SchemaError for a number, at any depth, that would come out as another."""
+    if isinstance(value, list):
+        for part in value:
+            _check(part, what)
+    elif isinstance(value, dict):
+        for part in value.values():
+            _check(part, what)
+    elif _is_number(value):
+        whole = isinstance(value, int) or value.is_integer()
+        if abs(value) > MOST if whole else float(f"{value:.15g}") != value:
+            raise _refused(value, what)
+
+
+def _refused(value: float, what: str) -> SchemaError:
+    text = str(value)
+    return SchemaError(
+        f"the {what} has the number {text if len(text) <= 40 else text[:40] + '...'}; supported: integers up to 2^53 "
+        "and other constants of at most 15 digits, which are followed exactly; ask for it as a string"
+    )
