@@ -59,6 +59,7 @@ class EventStream:
                 await self._begun()
                 self._events = self._writer()
                 async with self._service.limited(), until_gone(receive, self._handles):
+                    connection.begin_stream()
                     await send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS]})
                     self._started = True
                     await self._written(reader, connection, send)
@@ -72,7 +73,8 @@ class EventStream:
             for handle in self._handles:
                 handle.abort()
             self._room.close()
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        connection.write_chunk(last)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _begun(self) -> None:
         """The first token is there, or HEAD_START_S have gone by."""

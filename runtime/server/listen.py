@@ -160,6 +160,7 @@ class _Protocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _head_open = False  # a request's head has begun, and has not come to its end
     _head_bytes = 0
+    _chunked = True  # the stream that is being sent
     _cycles: tuple[Any, ...] = ()  # of requests that are not answered yet, of which several may be pipelined
 
     def connection_made(self, transport: Any) -> None:
@@ -245,9 +246,15 @@ class _Protocol(HttpToolsProtocol):
     def in_time(self) -> bool:
         return not self.flow.write_paused
 
+    def begin_stream(self) -> None:
+        answered = next(cycle for cycle in self._cycles if not cycle.response_complete)  # the others wait for it
+        self._chunked = answered.scope["http_version"] != "1.0"
+        if not self._chunked:  # the end of the connection is that of the body
+            answered.chunked_encoding = False
+
     def write_chunk(self, body: bytes) -> None:
         if not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self._chunked else body)
 
     def _head_done(self) -> None:
         self._head_open = False

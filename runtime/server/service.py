@@ -50,8 +50,13 @@ class Connection(Protocol):
         """Whether the client reads what it is sent; where it does not, `send` waits for it."""
         ...
 
+    def begin_stream(self) -> None:
+        """To be called before the head of a response whose length is not known."""
+        ...
+
     def write_chunk(self, body: bytes) -> None:
-        """Send it behind what was sent, in HTTP's chunked coding; after the client has left, nothing."""
+        """Send it behind what was sent, in HTTP's chunked coding if the client knows it; after the client has left,
+        nothing."""
         ...
 
 

@@ -14,7 +14,7 @@ from nibblelm.server import listen
 from nibblelm.server.answers import Chunks
 
 sys.path.insert(0, str(Path(__file__).parent))
-from waiting import wait_for
+from waiting import PATIENCE_S, wait_for
 
 LONG = {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True, "max_tokens": 400}
 
@@ -44,7 +44,7 @@ def test_a_client_that_does_not_read_is_waited_for(running: Any) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", server.port))
         body = json.dumps(LONG | {"stream": True}).encode()
-        head = "POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
         client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         before, stats = -1, server.service.llm.engine.stats
         while before < (before := stats.generated_tokens):
@@ -77,3 +77,21 @@ def test_who_waits_now_and_then_gets_the_same(running: Any, monkeypatch: pytest.
     assert len(one_by_one) > LONG["max_tokens"] // 2
     monkeypatch.setattr(listen._Protocol, "in_time", property(lambda _: draw.random() < 0.5))
     assert texts(server.ask(LONG | {"stream": True})[1]) == one_by_one
+
+
+@pytest.mark.parametrize("asked", [LONG | {"stream": True}, LONG | {"max_tokens": 3}], ids=["stream", "whole"])
+def test_http_1_0_knows_no_chunks(running: Any, asked: dict[str, Any]) -> None:
+    """ApacheBench, and nginx unless it is told otherwise: the end of the connection is that of the body."""
+    server = running()
+    body = json.dumps(asked | {"seed": 1}).encode()
+    head = f"POST /v1/completions HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as client:
+        client.sendall(head.encode() + body)
+        got = b"".join(iter(lambda: client.recv(4096), b""))
+    headers, _, answer = got.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in headers.lower()
+    if "stream" not in asked:
+        assert json.loads(answer)["usage"]["completion_tokens"] == 3
+        return
+    assert texts(answer.decode()) == texts(server.ask(asked | {"seed": 1})[1])
+    assert answer.endswith(b"data: [DONE]\n\n")
