@@ -5,6 +5,7 @@ process ends. An escape that an expression ends with is dropped.
 """
 
 import json
+import re
 from typing import Any
 
 from nibblelm.errors import SchemaError
@@ -12,9 +13,10 @@ from nibblelm.errors import SchemaError
 MOST = 1 << 53
 """Up to here every integer is a double."""
 
+_EMBEDDED = re.compile(r"%json\s*(?=\{)")
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-"""Keywords that hold schemas by names, which are no keywords."""
+NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+"""Keywords of JSON schema that hold schemas by names, which are no keywords."""
 
 
 def exact_schema(schema: Any, what: str = "schema") -> Any:
@@ -28,7 +30,7 @@ def exact_schema(schema: Any, what: str = "schema") -> Any:
         return schema
     exact: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _NAMED and isinstance(value, dict):
+        if key in NAMED and isinstance(value, dict):
             exact[key] = {name: exact_schema(part, what) for name, part in value.items()}
         elif key in ("const", "enum"):
             _check(value, what)
@@ -47,19 +49,18 @@ def exact_schema(schema: Any, what: str = "schema") -> Any:
 
 def exact_grammar(grammar: str) -> str:
     """The same for the schemas within a grammar, each behind %json."""
-    mark, done, at = "%json", "", 0
-    while (found := grammar.find(mark, at)) >= 0:
-        begin = found + len(mark)
-        begin += len(grammar[begin:]) - len(grammar[begin:].lstrip())
-        done, at = done + grammar[at:begin], begin
-        if not grammar.startswith("{", begin):  # part of a string, say
-            continue
+    parts: list[str] = []
+    at = 0
+    while found := _EMBEDDED.search(grammar, at):
+        parts.append(grammar[at : found.end()])
+        at = found.end()
         try:
-            schema, end = json.JSONDecoder().raw_decode(grammar, begin)
-        except ValueError:  # no schema, or one that llguidance says what is wrong with
+            schema, end = json.JSONDecoder().raw_decode(grammar, at)
+        except ValueError:  # none, or one that llguidance says what is wrong with
             continue
-        done, at = done + json.dumps(exact_schema(schema, "grammar")), end
-    return done + grammar[at:]
+        parts.append(json.dumps(exact_schema(schema, "grammar")))
+        at = end
+    return "".join([*parts, grammar[at:]])
 
 
 def require_whole(expression: str, what: str) -> None:

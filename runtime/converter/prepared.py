@@ -61,7 +61,8 @@ class Prepared:
         self.read: list[tuple[str, str]] = []
         self.record: dict[str, Any] | None = None
         self.fingerprint: dict[str, Any] = {}
-        self._device = select_device(device)
+        if options.method in CALIBRATED or device != "auto":  # which would wake a card for nothing
+            self._device = select_device(device)
         if options.method in CALIBRATED:
             _require_walkable(self._config, options.method)
             args = (checkpoint.folder, self._config, options.samples, options.seed, options.held_out)

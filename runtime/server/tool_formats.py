@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from nibblelm.schema_limits import NAMED
+
 Call = dict[str, Any]
 """{"name": ..., "arguments": JSON text}"""
 
@@ -100,10 +102,6 @@ def _schema(tools: list[dict[str, Any]], key: str) -> dict[str, Any]:
     return {"anyOf": calls, "$defs": parameters}
 
 
-_NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-"""Keywords of JSON schema that hold schemas by names, which are no keywords."""
-
-
 def _moved(schema: Any, where: str) -> Any:
     """A schema as it is to be written at the pointer `where` of another, so that it refers to its own parts as before.
     What has an $id is resolved by that, wherever it stands."""
@@ -113,7 +111,7 @@ def _moved(schema: Any, where: str) -> Any:
         return schema
     moved: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _NAMED and isinstance(value, dict):
+        if key in NAMED and isinstance(value, dict):
             moved[key] = {name: _moved(part, where) for name, part in value.items()}
         elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             moved[key] = where + value[1:]
