@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
                    kWarp * (full || C > 1 ? p.strip_warps() : 1) << (Joined && full));
     }
   }
-  GridBarrier grid{reinterpret_cast<uint32_t*>(chain.barrier)};
+  GridBarrier<> grid{reinterpret_cast<uint32_t*>(chain.barrier)};
   // Only where attention and feed-forward are side by side do links read nothing of each other.
   const auto waits_for = [](const DecodeArgs& next) { return E != Extras::layer || !next.apart; };
 #pragma unroll 1

@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
   ring.share_out(g, [&] {
     const int lane = ring.lane, warp = ring.warp;
     const RecordForm<F> form(a);
-    const bool apart = !Keeps || p.parts() > 1;  // the sums of every slice wait for another kernel
+    const bool apart = !Keeps || p.parts() > 1;  // the sums of every slice wait for those of other blocks
 #pragma unroll 1
     for (int i_work = 0;; ++i_work) {
       const LargeWork w(p, ring.share, i_work);
@@ -118,6 +118,7 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
         if (!apart) end_totals<F, true, Rows>(g, w, total, warp, lane);
       }
     }
+    if (apart) merge_slices<F, true, Shape::kWarps>(g, warp, lane);
   });
 }
 

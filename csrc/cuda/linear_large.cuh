@@ -6,11 +6,12 @@
 // digits, or 64 halves). One or two stages are a chunk, in a ring that warps of their own fill.
 //
 // Many tiles: the blocks share out their slices evenly, and a tile between two blocks is begun by the first and
-// finished by the second, in the same order of sums. Few tiles: several blocks take slices of one, whose sums a second
-// kernel adds.
+// finished by the second, in the same order of sums. Few tiles: several blocks take slices of one, and all blocks add
+// up their sums together.
 #pragma once
 
 #include "barrier.cuh"
+#include "grid_barrier.cuh"
 #include "linear_prepare.cuh"
 #include "linear_reduction.cuh"
 #include "mma.cuh"
@@ -621,37 +622,43 @@ __device__ __forceinline__ void end_totals(const LargeArgs& g, const LargeWork& 
   }
 }
 
-// Adds the slices of tiles whose K was shared out.
-template <WeightFormat F, bool Grouped>
-__global__ void __launch_bounds__(512) linear_merge_kernel(const __grid_constant__ LargeArgs g) {
+// Adds the slices of tiles whose K was shared out, when all blocks have stored theirs. By the `Warps` warps with
+// strips.
+template <WeightFormat F, bool Grouped, int Warps>
+__device__ __forceinline__ void merge_slices(const LargeArgs& g, int warp, int lane) {
   constexpr bool kPerRow{Format<F>::kInteger && !Grouped};
-  dependency_wait();
-  dependency_release();
-  const int tile = blockIdx.x, t = blockIdx.y, lane = threadIdx.x % kWarp, in_tile = threadIdx.x / kWarp;
-  const int strip = tile / g.p.token_tiles * g.p.strips + in_tile, row = tile % g.p.token_tiles * g.p.rows + t * 8;
-  if (strip >= g.a.strips) return;
-  float4 part[kMaxSlices];
-  float2 scale[kMaxSlices];
+  GridBarrier<Warps * kWarp> grid{reinterpret_cast<uint32_t*>(g.a.arrivals + g.a.strips)};
+  grid.arrive();
+  grid.wait();
+  const int pieces = g.p.rows / 8;  // of a tile
+#pragma unroll 1
+  for (int piece = blockIdx.x; piece < g.p.tiles() * pieces; piece += gridDim.x) {
+    const int tile = piece / pieces, t = piece % pieces;
+    const int strip = tile / g.p.token_tiles * Warps + warp, row = tile % g.p.token_tiles * g.p.rows + t * 8;
+    if (strip >= g.a.strips) continue;
+    float4 part[kMaxSlices];
+    float2 scale[kMaxSlices];
 #pragma unroll
-  for (int s = 0; s < kMaxSlices; ++s) {
-    if (s >= g.p.slices()) continue;
-    part[s] = *partial_at(g, tile * g.p.slices() + s, t, in_tile, lane);
-    scale[s] = *reinterpret_cast<const float2*>(g.scales + s * g.p.padded_rows() + row + lane % 4 * 2);
-  }
-  RowTerms rows[2]{};
-  if constexpr (kPerRow) read_row_terms<F>(g.a, strip, lane, rows);
-  float bias[2];
-  load_bias(g.a, strip, lane, bias);
-  float4 sum{};
+    for (int s = 0; s < kMaxSlices; ++s) {
+      if (s >= g.p.slices()) continue;
+      part[s] = __ldcg(partial_at(g, tile * g.p.slices() + s, t, warp, lane));
+      scale[s] = *reinterpret_cast<const float2*>(g.scales + s * g.p.padded_rows() + row + lane % 4 * 2);
+    }
+    RowTerms rows[2]{};
+    if constexpr (kPerRow) read_row_terms<F>(g.a, strip, lane, rows);
+    float bias[2];
+    load_bias(g.a, strip, lane, bias);
+    float4 sum{};
 #pragma unroll
-  for (int s = 0; s < kMaxSlices; ++s) {
-    if (s >= g.p.slices()) continue;
-    sum.x = fmaf(part[s].x, scale[s].x, sum.x), sum.y = fmaf(part[s].y, scale[s].y, sum.y);
-    sum.z = fmaf(part[s].z, scale[s].x, sum.z), sum.w = fmaf(part[s].w, scale[s].y, sum.w);
+    for (int s = 0; s < kMaxSlices; ++s) {
+      if (s >= g.p.slices()) continue;
+      sum.x = fmaf(part[s].x, scale[s].x, sum.x), sum.y = fmaf(part[s].y, scale[s].y, sum.y);
+      sum.z = fmaf(part[s].z, scale[s].x, sum.z), sum.w = fmaf(part[s].w, scale[s].y, sum.w);
+    }
+    float2 x{};
+    if constexpr (kPerRow) x = *reinterpret_cast<const float2*>(g.totals + row + lane % 4 * 2);
+    store_tile<kPerRow>(g, strip, row, sum, rows, x, bias, lane);
   }
-  float2 x{};
-  if constexpr (kPerRow) x = *reinterpret_cast<const float2*>(g.totals + row + lane % 4 * 2);
-  store_tile<kPerRow>(g, strip, row, sum, rows, x, bias, lane);
 }
 
 // ---- kernel ----------------------------------------------------------------------------------------------------
@@ -692,7 +699,7 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
     const int lane = ring.lane, warp = ring.warp;
     const RecordForm<F> form(a);
     const int group_shift = kGrouped ? a.group_shift : 0;
-    // Whether the sums of every slice wait for another kernel.
+    // Whether the sums of every slice wait for those of other blocks.
     const bool apart = !Keeps || (!Shape::kTwoForms && p.parts() > 1);
     // The warpgroups begin one after another, so that the sums of one meet the products of others.
     if (kGrouped && warp >= 4) __nanosleep(warp / 4 * 600);
@@ -825,6 +832,7 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
         if (!apart) end_totals<F, kGrouped, Rows>(g, w, tile.total, warp, lane);
       }
     }
+    if (apart) merge_slices<F, kGrouped, Shape::kWarps>(g, warp, lane);
   });
 }
 
@@ -880,10 +888,6 @@ void launch_large_format(const LargeArgs& g, int planes, const Launch& launch, c
     };
     launch_rows.template operator()<32>(), launch_rows.template operator()<64>();
     launch_rows.template operator()<128>();
-    if (g.p.parts() > 1) {
-      launch_kernel(launch, text, linear_merge_kernel<F, Grouped>, dim3(g.p.tiles(), g.p.rows / 8),
-                    dim3(g.p.strips * kWarp), 0, g);
-    }
   });
 }
 

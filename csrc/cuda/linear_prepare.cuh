@@ -142,9 +142,8 @@ __device__ __forceinline__ uint32_t stage_row(const DecodeArgs& a, const WarpSha
   return largest;
 }
 
-// Gains of 8 columns as factors.
-__device__ __forceinline__ void load_gain(const DecodeArgs& a, const float* gains, int k, float (&gain)[8]) {
-  load_constant(gains + k, gain);
+// Gains as factors. Whatever looks at a gain waits for it, so that this comes behind the sums where registers allow.
+__device__ __forceinline__ void make_factors(const DecodeArgs& a, float (&gain)[8]) {
   if (!a.plus_one) return;
 #pragma unroll
   for (int i = 0; i < 8; ++i) gain[i] += 1.0f;
@@ -298,12 +297,16 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const int k = begin + r * step;
-      if (!kLate && norms > 0 && (!Post || norms < 3) && k < last) load_gain(a, a.gain, k, gain[r]);
-      if (Post && norms > 1 && k < last) load_gain(a, a.post_gain, k, post_gain[r]);
+      const auto load = [&](const float* gains, float (&own)[8]) {
+        load_constant(gains + k, own);
+        if (Post) make_factors(a, own);  // no registers to put it off
+      };
+      if (!kLate && norms > 0 && (!Post || norms < 3) && k < last) load(a.gain, gain[r]);
+      if (Post && norms > 1 && k < last) load(a.post_gain, post_gain[r]);
       if (Layer && R == 1 && a.gain_bias != nullptr && k < last) load_constant(a.gain_bias + k, bias);
     }
   }
-  if constexpr (!kHolds) {  // no registers for them: asked into L2, which the weights have driven them out of
+  if constexpr (!kHolds || kLate) {  // no registers for them: asked into L2, which the weights have driven them out of
 #pragma unroll 1
     for (int k = begin; norms > 0 && k < last; k += step) {
       if (!Post || norms < 3) prefetch_l2(a.gain + k);
@@ -352,7 +355,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
     if constexpr (kLate) {
 #pragma unroll
       for (int r = 0; r < R; ++r) {
-        if (begin + r * step < last) load_gain(a, gains, begin + r * step, own[r]);
+        if (begin + r * step < last) load_constant(gains + begin + r * step, own[r]);
       }
     }
     if (Layer && a.centres) {
@@ -367,7 +370,10 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       const int k = begin + r * step;
-      if (!kHolds && k < last) load_gain(a, gains, k, own[0]);
+      if (k < last) {
+        if (!kHolds) load_constant(gains + k, own[0]);
+        if (!kHolds || !Post) make_factors(a, own[r % kHeld]);
+      }
       if constexpr (Layer) {
         if (R > 1 && a.gain_bias != nullptr && k < last) load_constant(a.gain_bias + k, bias);
         if (k < last) x[r] = normed(x[r], mean, factor, own[r % kHeld], bias);
