@@ -24,7 +24,7 @@ from nibblelm.ops import PROMPT_TILE
 from nibblelm.ops.devices import kernels
 from nibblelm.pages import PAGE, page_count
 from nibblelm.prompt_steps import PREFILL_CHUNK, program_bytes, workspace_bytes
-from nibblelm.prompts import Prompt, prompt_ids, prompt_list
+from nibblelm.prompts import Prompt, plain_messages, prompt_ids, prompt_list
 from nibblelm.request import GenerationOutput, LogitsRequest, Request, StreamPiece, Timings
 from nibblelm.rope import rope_bytes
 from nibblelm.runner import Runner
@@ -286,10 +286,7 @@ class LLM:
         """Token ids of a conversation, as the model's chat template writes it for the answer to come."""
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer; this folder has none")
-        given: Any = messages
-        if not isinstance(given, list | tuple) or not all(isinstance(message, dict) for message in given):
-            raise RequestError(f'messages is {messages!r:.80}; supported: a list of {{"role": ..., "content": ...}}')
-        return self.encode_rendered(self.tokenizer.apply_chat_template(list(messages)))
+        return self.encode_rendered(self.tokenizer.apply_chat_template(plain_messages(messages)))
 
     def encode_rendered(self, text: str) -> list[int]:
         """Token ids of what a chat template has rendered, which writes BOS itself."""
@@ -322,6 +319,8 @@ class LLM:
 
         Raises RequestError.
         """
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop needs a tokenizer; this folder has none: use stop_token_ids")
         own = (ids, params, self.tokenizer, self.config.vocab_size, self.max_context, self.eos_ids)
         return Request(*own, self._guides.guide(params), answers)
 

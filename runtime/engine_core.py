@@ -62,8 +62,7 @@ class Engine:
         Raises RequestError if too many are unfinished, EngineError after `close` or a failed step, and in a process
         that was forked after the thread had begun, which stayed behind.
         """
-        if self._thread is not None and self._process != os.getpid():
-            raise EngineError("this process was forked from the one that computes; load the model in it again")
+        self.check_process()
         core = self._core
         sequence = Sequence(
             list(request.ids),
@@ -87,6 +86,11 @@ class Engine:
         if core.end is not None:  # it ended meanwhile, and may not have seen the message
             channel.put(core.end(), last=True)
         return handle
+
+    def check_process(self) -> None:
+        """Raise EngineError in a process that was forked after the thread had begun, which stayed behind."""
+        if self._thread is not None and self._process != os.getpid():
+            raise EngineError("this process was forked from the one that computes; load the model in it again")
 
     def start(self) -> None:
         """Start the thread before the first request: while idle, it prepares what prompts would wait for. For where
@@ -148,9 +152,10 @@ class Handle:
         """Each StreamPiece as it comes; the last one has the output. For a LogitsRequest its logits, once. Of several
         that read at a time each gets some.
 
-        Raises EngineError if the engine ends before the request does.
+        Raises EngineError if the engine ends before the request does, and in a forked process.
         """
         while not self._ended:
+            self._engine.check_process()
             item = self._taken(self._channel.items.get())
             if item is not _ABORTED:
                 yield item
@@ -187,7 +192,9 @@ class Handle:
         return self._engine.waker()
 
     def tell(self, reader: Reader | None) -> None:
-        """Who is told of what comes from now on. Raises RequestError where another is already."""
+        """Who is told of what comes from now on. Raises RequestError where another is already, EngineError in a forked
+        process."""
+        self._engine.check_process()
         if self._ended:
             return
         if reader is not None and self._channel.reader is not None:

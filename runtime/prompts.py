@@ -1,4 +1,4 @@
-"""What callers may pass for a prompt: text, or token ids as a list, a numpy array or a tensor."""
+"""What callers may pass for a prompt: text, or token ids as a list, a numpy array or a tensor; for a chat messages."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -37,3 +37,27 @@ def prompt_ids(prompt: Any) -> list[int]:
     if isinstance(values, Mapping | bytes) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
         raise RequestError(f"a prompt is text or a list of token ids (integers), got {prompt!r:.60}")
     return ids
+
+
+def plain_messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: a role, and content as text, into which parts of type text are joined; none
+    beside tool calls. Raises RequestError for others, which a template would write out as Python shows them."""
+    if not isinstance(messages, list | tuple) or not all(isinstance(message, dict) for message in messages):
+        raise RequestError(f'messages is {messages!r:.80}; supported: a list of {{"role": ..., "content": ...}}')
+    if not messages:
+        raise RequestError("messages is empty; supported: at least one message")
+    return [message | {"content": _content(message, f"messages[{i}]")} for i, message in enumerate(messages)]
+
+
+def _content(message: dict[str, Any], name: str) -> str:
+    if not isinstance(message.get("role"), str):
+        raise RequestError(f"{name}.role is {message.get('role')!r:.60}; supported: a string, as user or assistant")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return ""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    for part in parts if isinstance(parts, list | tuple) and parts else [content]:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise RequestError(f"{name}.content has {part!r:.60}; supported: text, or a list of parts of type text")
+    assert parts is not None
+    return "".join(part["text"] for part in parts)

@@ -99,7 +99,8 @@ class Request:
         guide: Guide | None = None,
         answers: bool = False,
     ) -> None:
-        room = context - len(ids)
+        # Of a prompt that is only scored, the token behind it is drawn, and takes no place.
+        room = context - len(ids) + (params.prompt_logprobs is not None and params.max_tokens == 1)
         if room < 1:
             raise RequestError(f"the prompt has {len(ids)} tokens; the context of {context} leaves no room to generate")
         check_ids(ids, vocab_size)
@@ -210,5 +211,6 @@ class LogitsRequest:
         self._rows = [*(self._rows if first else []), logits]
 
     def output(self) -> Tensor:
-        """Logits (len(ids), vocab), fp32."""
-        return self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows)
+        """Logits (len(ids), vocab), fp32: a tensor of the caller's own, which may be written to and take gradients."""
+        with torch.inference_mode(False):
+            return torch.cat(self._rows)

@@ -18,16 +18,25 @@ _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum"
 NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 """Keywords of JSON schema that hold schemas by names, which are no keywords."""
 
+FORMATS = frozenset(
+    "date-time time date duration email idn-email hostname idn-hostname ipv4 ipv6 uuid uri uri-reference uri-template "
+    "iri iri-reference json-pointer relative-json-pointer regex".split()
+)
+"""Those of strings that JSON schema defines. Others, as Pydantic's path and password, say nothing of an answer."""
+
 
 def exact_schema(schema: Any, what: str = "schema") -> Any:
     """A schema whose answers follow `schema`, in numbers that are followed exactly: bounds beyond 2^53 are drawn in.
+    Formats that JSON schema does not define are left out.
 
-    Raises SchemaError for a constant, or bounds, that no such number satisfies.
+    Raises SchemaError for a constant, or bounds, that no such number satisfies, and for a number of names that an
+    answer may reach by one name given twice.
     """
     if isinstance(schema, list):
         return [exact_schema(part, what) for part in schema]
     if not isinstance(schema, dict):
         return schema
+    _check_names(schema, what)
     exact: dict[str, Any] = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
@@ -42,6 +51,8 @@ def exact_schema(schema: Any, what: str = "schema") -> Any:
             if (key in _LOWER and value > MOST) or (key in _UPPER and value < -MOST):
                 raise _refused(value, what)
             exact[key] = max(-MOST, min(MOST, value))
+        elif key == "format" and isinstance(value, str) and value not in FORMATS:
+            continue
         else:
             exact[key] = exact_schema(value, what)
     return exact
@@ -67,6 +78,19 @@ def require_whole(expression: str, what: str) -> None:
     """SchemaError for a regular expression that ends within an escape."""
     if (len(expression) - len(expression.rstrip("\\"))) % 2:
         raise SchemaError(f"the {what} ends with a backslash that escapes nothing; write two of them for one")
+
+
+def _check_names(schema: dict[str, Any], what: str) -> None:
+    """SchemaError where names that are left open, of which one may come twice, would have to make up a number."""
+    least, required = schema.get("minProperties", 0), schema.get("required")
+    if not _is_number(least) or (schema.get("additionalProperties") is False and not schema.get("patternProperties")):
+        return
+    certain = 1 + (len(set(map(str, required))) if isinstance(required, list) else 0)
+    if least > certain:
+        raise SchemaError(
+            f"the {what} has minProperties {least} with names that it leaves open; supported: at most {certain} here, "
+            "one more than `required` names"
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -166,5 +166,8 @@ class _Vocabulary:
 
 
 def _first_line(error: str) -> str:
-    """llguidance ends its messages with the state of its parser."""
-    return error.partition("\n<state>")[0].strip()[:500]
+    """llguidance ends its messages with the state of its parser; some name its own options and states."""
+    error = error.partition("\n<state>")[0].strip()[:500]
+    if "coerce_one_of" in error:
+        return "alternatives of oneOf that an answer may satisfy together, or seems to, are not supported; use anyOf"
+    return "no answer that it allows is found" if error == "NoExtensionBias" else error

@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=positive, default=64, metavar="C", help="most at a time (64)")
     parser.add_argument("--prompt-mean", type=positive, default=220, metavar="N", help="words of a prompt (220)")
     parser.add_argument("--answer-mean", type=positive, default=200, metavar="N", help="tokens of an answer (200)")
-    parser.add_argument("--longest-prompt", type=positive, default=1024, metavar="N", help="(1024)")
-    parser.add_argument("--longest-answer", type=positive, default=1024, metavar="N", help="(1024)")
+    parser.add_argument("--longest-prompt", type=positive, metavar="N", help="(1024, or what the context holds)")
+    parser.add_argument("--longest-answer", type=positive, metavar="N", help="(1024, or what the context holds)")
     parser.add_argument("--ignore-eos", action="store_true", help="answers of full length, where a server knows that")
     parser.add_argument("--ttft-goal", type=_RATE, default=200.0, metavar="MS", help="for goodput (200)")
     parser.add_argument("--tpot-goal", type=_RATE, default=10.0, metavar="MS", help="for goodput (10)")
@@ -65,5 +65,5 @@ def run(args: argparse.Namespace) -> int:
         ("tpot_ms", "a token"),
         ("e2e_ms", "whole answer"),
     ):
-        print(f"{text:<16} {'  '.join(f'{value:7.1f}' for value in figures[name].values())}")
+        print(f"{text:<16} {'  '.join('      -' if v is None else f'{v:7.1f}' for v in figures[name].values())}")
     return 0

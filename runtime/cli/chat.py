@@ -12,6 +12,7 @@ from nibblelm.cli.options import (
     print_footer,
     print_load,
     sampling_params,
+    warn_unheard,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     print_load(llm)
     opening: list[dict[str, Any]] = [] if args.system is None else [{"role": "system", "content": args.system}]
+    if args.system is not None:
+        warn_unheard(llm, args.system)
     turns: list[dict[str, Any]] = []
     if sys.stdin.isatty():
         import readline  # noqa: F401  (line editing and history for input())

@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="UTF-8 text for gptq and awq, documents separated by <|endoftext|> (default: bundled stories)",
     )
-    parser.add_argument("--samples", type=positive, default=128, metavar="N", help="pieces of 512 tokens of it (128)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the samples and the rotation (0)")
+    parser.add_argument("--samples", type=positive, metavar="N", help="pieces of 512 tokens of it (128)")
+    parser.add_argument("--seed", type=int, metavar="S", help="of the samples and the rotation (0)")
     add_device_argument(parser, "where gptq and awq compute")
     parser.add_argument(
         "--keep",

@@ -14,6 +14,7 @@ from nibblelm.cli.options import (
     print_footer,
     print_load,
     sampling_params,
+    warn_unheard,
 )
 
 if TYPE_CHECKING:
@@ -93,5 +94,7 @@ def _messages(llm: "LLM", prompt: str, args: argparse.Namespace) -> list[dict[st
         raise RequestError("--system needs a chat template; this model has none (or --raw was given)")
     if args.raw or not template:
         return None
+    if args.system is not None:
+        warn_unheard(llm, args.system)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     return [*system, {"role": "user", "content": prompt}]

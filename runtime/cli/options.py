@@ -156,6 +156,15 @@ def print_load(llm: "LLM") -> None:
     )
 
 
+def warn_unheard(llm: "LLM", system: str) -> None:
+    """Say so where the chat template passes over system messages."""
+    asked = [{"role": "user", "content": "?"}]
+    if llm.encode_chat([{"role": "system", "content": system}, *asked]) == llm.encode_chat(asked):
+        print(
+            "warning: this model's chat template leaves out system messages: --system changes nothing", file=sys.stderr
+        )
+
+
 def print_footer(output: "GenerationOutput") -> None:
     """Tokens, speed and peak memory of a request, on standard error."""
     t = output.timings

@@ -15,6 +15,7 @@ wait for the event loop, several times a step."""
 _PORT = number(int, "0 to 65535", lambda value: 0 <= value <= 65535)
 _COUNT = number(int, "a whole number of at least 0", lambda value: value >= 0)
 _SECONDS = number(float, "0 to 1000000 seconds", lambda value: 0 <= value <= 1e6)
+_TIME = number(float, "more than 0 and at most 1000000 seconds", lambda value: 0 < value <= 1e6)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--cors", action="append", default=[], metavar="ORIGIN", help="allow pages of ORIGIN, * for all")
     group.add_argument("--max-queue", type=_COUNT, default=256, metavar="N", help="outputs that may wait (256)")
-    group.add_argument("--timeout", type=_SECONDS, default=3600, metavar="S", help="seconds of one request (3600)")
+    group.add_argument("--timeout", type=_TIME, default=3600, metavar="S", help="seconds of one request (3600)")
     group.add_argument("--drain", type=_SECONDS, default=30, metavar="S", help="seconds to end in, after SIGTERM (30)")
 
 
 def run(args: argparse.Namespace) -> int:
     from nibblelm.engine import MAX_SEQUENCES
     from nibblelm.engine_core import MOST_REQUESTS
+    from nibblelm.errors import RequestError
 
     with needing_extra("serve"):
         from nibblelm.server.listen import Options, bound, serve
@@ -50,12 +52,14 @@ def run(args: argparse.Namespace) -> int:
     keys = [*args.api_key, *_keys(args.api_key_file)]
     limits = Limits(args.max_queue, args.timeout)
     limits.check(args.max_sequences or min(MAX_SEQUENCES.values()), MOST_REQUESTS)
+    names = args.served_model_name or [args.model]
+    if "" in names or len(set(names)) < len(names):
+        raise RequestError(f"--served-model-name gives {names}; supported: names that differ, none of them empty")
     options = Options(args.host, args.port, keys, args.cors, limits, args.drain)
     listening = bound(options.host, options.port)
     llm = load_model(args, args.max_sequences)
     print_load(llm)
     sys.setswitchinterval(SWITCH_S)
-    names = args.served_model_name or [args.model]
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     print(f"nibblelm: serving {names[0]} on http://{shown}:{port}", file=sys.stderr, flush=True)

@@ -28,7 +28,7 @@ from nibblelm.models import family, open_model, tensor_plan, unopened
 from nibblelm.ops.types import QuantizedWeight
 from nibblelm.quant.affine import pack_zero_point
 from nibblelm.quant.rows import QuantizedRows, quantize_rows
-from nibblelm.quant.schemes import Options
+from nibblelm.quant.schemes import CALIBRATED, Options
 from nibblelm.sizes import parse_size
 from nibblelm.weights import check_tensors
 
@@ -54,8 +54,8 @@ def convert(
     dtype: str = "auto",
     rotate: bool = False,
     calibration: str | Path | None = None,
-    samples: int = 128,
-    seed: int = 0,
+    samples: int | None = None,
+    seed: int | None = None,
     device: str = "auto",
     max_shard_size: int | str = "4GB",
     resume: bool = False,
@@ -83,7 +83,7 @@ def convert(
                       that embedding tables and kept matrices of an fp32 source are stored in bf16
     rotate            fold random rotations of the residual stream and of the heads' values into the matrices
     calibration       text file for gptq and awq, documents separated by <|endoftext|>; None is the bundled one
-    samples, seed     pieces of 512 tokens of it; the seed draws them, and the rotation
+    samples, seed     pieces of 512 tokens of it (128); the seed (0) draws them, and the rotation
     device            where calibrated methods compute: "cpu", "cuda", or "auto" (CUDA when it works)
     max_shard_size    bytes, or text such as "4GB" or "500MiB"
     resume            go on with what an interrupted conversion of the same source and options finished
@@ -104,7 +104,14 @@ def convert(
     if not str(dst).strip():
         raise ConvertError("the destination is an empty path; name a folder")
     rules = (keep,) if isinstance(keep, str) else tuple(keep)
-    options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, dtype, rotate, samples, seed)
+    drawn = (128 if samples is None else samples, 0 if seed is None else seed)
+    options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, dtype, rotate, *drawn)
+    if samples is not None and method not in CALIBRATED:
+        raise ConvertError(f"method {method} looks at no text; samples are for {', '.join(CALIBRATED)}")
+    if seed is not None and method not in CALIBRATED and not rotate and target_kl is None:
+        raise ConvertError(
+            f"method {method} draws nothing; a seed is for {', '.join(CALIBRATED)}, rotate and target_kl"
+        )
     arguments = (calibration, device, parse_size(max_shard_size), strict, usable_threads(threads))
     checkpoint = open_model(src)
     if max_size is not None and target_kl is None:

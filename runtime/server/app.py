@@ -62,7 +62,7 @@ def application(service: Service, keys: Sequence[str], origins: Sequence[str]) -
         "/detokenize": _Post(service, detokenize),
     }
     cors = Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", show_page),
             Route("/health", health),
@@ -74,6 +74,8 @@ def application(service: Service, keys: Sequence[str], origins: Sequence[str]) -
         middleware=[*([cors] if origins else []), Middleware(_Guard, keys=list(keys), posts=posts)],
         exception_handlers={ApiError: _refused, HTTPException: _no_route, Exception: _failed},
     )
+    app.router.redirect_slashes = False  # to http:// and what Host says, whatever a proxy before it speaks
+    return app
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

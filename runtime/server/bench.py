@@ -28,21 +28,25 @@ WORDS = (
 """Of which prompts are made."""
 
 
+LONGEST = 1024
+"""Words of a prompt, tokens of an answer, that a load has unasked."""
+
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What reading a server's JSON may raise."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """rate: requests a second, inf for all at once; lengths in tokens, about as many words for a prompt."""
+    """rate: requests a second, inf for all at once; lengths in tokens, about as many words for a prompt. The longest
+    are 1,024, fewer where a server that lists its model tells of a shorter context."""
 
     requests: int = 200
     rate: float = math.inf
     concurrency: int = 64
     prompt_mean: float = 220.0
     answer_mean: float = 200.0
-    longest_prompt: int = 1024
-    longest_answer: int = 1024
+    longest_prompt: int | None = None
+    longest_answer: int | None = None
     ignore_eos: bool = False
     seed: int = 0
 
@@ -65,8 +69,8 @@ class Result:
 
 
 def length(rng: random.Random, mean: float, sigma: float, longest: int) -> int:
-    """A log-normal length of that mean, at least 4."""
-    return max(4, min(longest, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
+    """A log-normal length of that mean, at least 4 where it may be."""
+    return max(min(4, longest), min(longest, round(rng.lognormvariate(math.log(mean) - sigma**2 / 2, sigma))))
 
 
 Arrival = tuple[float, dict[str, Any]]
@@ -75,16 +79,20 @@ Arrival = tuple[float, dict[str, Any]]
 
 async def measured(url: str, model: str | None, key: str | None, load: Load) -> tuple[list[Result], float]:
     """Every request's result, and the seconds from the first arrival to the last end."""
-    asked = model if model is not None else await _Target(url, key).first_model()
-    return await answered(url, key, arrivals(load, asked), load.concurrency)
+    context = LONGEST * 8
+    if model is None:
+        model, context = await _Target(url, key).first_model(context)
+    return await answered(url, key, arrivals(load, model, context), load.concurrency)
 
 
-def arrivals(load: Load, model: str) -> Iterator[Arrival]:
-    """The requests of a load, as they come."""
+def arrivals(load: Load, model: str, context: int = LONGEST * 8) -> Iterator[Arrival]:
+    """The requests of a load, as they come; a word may take four tokens of a context."""
     rng, due = random.Random(load.seed), 0.0
+    longest_prompt = load.longest_prompt or max(1, min(LONGEST, context // 8))
+    longest_answer = load.longest_answer or max(1, min(LONGEST, context // 2))
     for i in range(load.requests):
-        prompt = " ".join(rng.choices(WORDS, k=length(rng, load.prompt_mean, 1.25, load.longest_prompt)))
-        answer = length(rng, load.answer_mean, 0.9, load.longest_answer)
+        prompt = " ".join(rng.choices(WORDS, k=length(rng, load.prompt_mean, 1.25, longest_prompt)))
+        answer = length(rng, load.answer_mean, 0.9, longest_answer)
         body = {"model": model, "prompt": prompt, "max_tokens": answer, "stream": True, "seed": load.seed + i}
         body |= {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if load.ignore_eos else {})
         yield due, body
@@ -112,15 +120,15 @@ async def answered(
 
 
 def summary(results: Sequence[Result], took_s: float, first_goal_s: float, token_goal_s: float) -> dict[str, Any]:
-    """Rates, percentiles in milliseconds, and goodput: requests a second that met both goals."""
+    """Rates, percentiles in milliseconds (None of no times), and goodput: requests a second that met both goals."""
     good = [r for r in results if r.error is None]
     if not good:
         raise RequestError(f"none of {len(results)} requests was answered; the first failed with: {results[0].error}")
     met = [r for r in good if r.first_s <= first_goal_s and r.token_s <= token_goal_s]
     times = {
         "ttft_ms": [r.first_s for r in good],
-        "itl_ms": [gap for r in good for gap in r.gaps_s] or [0.0],
-        "tpot_ms": [r.token_s for r in good if r.tokens > 1] or [0.0],
+        "itl_ms": [gap for r in good for gap in r.gaps_s],
+        "tpot_ms": [r.token_s for r in good if r.tokens > 1],
         "e2e_ms": [r.end_s for r in good],
     }
     return {
@@ -133,7 +141,10 @@ def summary(results: Sequence[Result], took_s: float, first_goal_s: float, token
         "output_tokens_s": sum(r.tokens for r in good) / took_s,
         "goodput_s": len(met) / took_s,
         "goodput_share": len(met) / len(results),
-        **{name: {f"p{p}": 1000 * percentile(values, p) for p in (50, 90, 99)} for name, values in times.items()},
+        **{
+            name: {f"p{p}": 1000 * percentile(values, p) if values else None for p in (50, 90, 99)}
+            for name, values in times.items()
+        },
     }
 
 
@@ -143,13 +154,17 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 async def _request(target: "_Target", body: dict[str, Any], arrival: float) -> Result:
-    result, last, counted = Result(), 0.0, False
+    result, last, counted, ended = Result(), 0.0, False, False
     try:
         async for data in target.events("/v1/completions", body):
             now = time.perf_counter()
+            if data == b"[DONE]":
+                ended = True
+                continue
             event = json.loads(data)
             if "error" in event:
                 raise RequestError(str(event["error"].get("message")))
+            ended |= any(choice.get("finish_reason") for choice in event.get("choices", ()))
             if any(choice.get("text") for choice in event.get("choices", ())):
                 if last:
                     result.gaps_s.append(now - last)
@@ -162,6 +177,8 @@ async def _request(target: "_Target", body: dict[str, Any], arrival: float) -> R
                 counted = True
         if not (last or counted):
             raise RequestError("an answer without text or usage")
+        if not ended:
+            raise RequestError("an answer that ends without a finish_reason or [DONE]")
         result.end_s = time.perf_counter() - arrival
     except (OSError, RequestError, *UNREADABLE) as error:
         result.error = f"{type(error).__name__}: {error}"[:200]
@@ -185,20 +202,21 @@ class _Target:
         self._fields = f"host: {parts.netloc.rpartition('@')[2]}\r\nconnection: close\r\n"
         self._fields += "" if key is None else f"authorization: Bearer {key}\r\n"
 
-    async def first_model(self) -> str:
-        """The first that the server lists."""
+    async def first_model(self, context: int) -> tuple[str, int]:
+        """The first that the server lists, and its context, or `context` where it does not tell."""
         text = b"\n".join([line async for line in self._lines("GET", "/v1/models", b"")])
         try:
-            return str(json.loads(text)["data"][0]["id"])
+            first = json.loads(text)["data"][0]
+            return str(first["id"]), int(first.get("max_model_len") or context)
         except UNREADABLE as error:
             shown = text[:150].decode(errors="replace")
             raise RequestError(f"/v1/models lists no model: {shown!r}; name one with --served-model") from error
 
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-        """The data of each event, to the end; of an answer without a stream its one line."""
+        """The data of each event, [DONE] too, to the end; of an answer without a stream its one line."""
         async for line in self._lines("POST", path, json.dumps(body).encode()):
-            if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-                yield data
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
             elif line.startswith(b"{"):
                 yield line
 

@@ -8,9 +8,11 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
+from nibblelm.errors import RequestError
 from nibblelm.request import GenerationOutput, Request
 from nibblelm.sampler import Sampled
 from nibblelm.server.answers import Chunks, answer, finite, head, token_name, top_of, usage
+from nibblelm.server.errors import as_api_error
 from nibblelm.server.events import EventStream
 from nibblelm.server.fields import Fields, is_integer
 from nibblelm.server.sampling_fields import MOST_LOGPROBS, MOST_TOKENS, Common, read_common
@@ -88,7 +90,10 @@ async def completions(service: Service, http: HttpRequest) -> Any:
 def _requests(service: Service, wanted: Completion) -> list[Request]:
     requests: list[Request] = []
     for prompt in wanted.prompts:
-        ids = service.llm.encode(prompt)
+        try:
+            ids = service.llm.encode(prompt)
+        except RequestError as error:
+            raise as_api_error(error, "prompt") from error
         requests += service.prepared(ids, wanted.common.params, wanted.common.n, wanted.asked, "prompt")
     return requests
 

@@ -22,6 +22,8 @@ def parse(body: bytes) -> Any:
         return _DECODER.decode(body.decode(json.detect_encoding(body), "surrogatepass"))
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        if "set_int_max_str_digits" in why:
+            why = "an integer has thousands of digits"
         raise ApiError(400, f"the body cannot be read as JSON: {why}") from error
 
 
@@ -122,7 +124,7 @@ class Fields:
     def labels(self, *fields: str) -> None:
         """Fields that name the caller or the call, and change nothing of the answer."""
         for field in self.among(fields):
-            self.take(field, "a string, or an object of strings", lambda v: isinstance(v, str | dict))
+            self.take(field, "a string, or an object of strings", _is_label)
 
     def left(self) -> str:
         """What is left: whatever differs is written differently, 1, 1.0 and true as well."""
@@ -139,3 +141,7 @@ class Fields:
 def is_integer(value: Any) -> bool:
     """Whether a JSON value is a whole number, and not true or false."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, dict) and all(isinstance(v, str) for v in value.values()))

@@ -31,11 +31,14 @@ def read_common(f: Fields, generation_config: dict[str, Any], **others: int | No
     given = _guided(f)
     guided = bool(given)
     stream = f.flag("stream")
-    stream_options = f.object("stream_options")
-    if stream_options is not None and not stream:
-        f.refuse("stream_options", {}, "nothing without stream")
-    usage = stream_options is not None and stream_options.flag("include_usage")
-    if stream_options is not None:
+    usage = False
+    if not f.lacks("stream_options"):
+        if not stream:
+            f.refuse("stream_options", f.take("stream_options", "an object", bool), "nothing without stream")
+        stream_options = f.object("stream_options")
+        assert stream_options is not None
+        usage = stream_options.flag("include_usage")
+        stream_options.choice("include_obfuscation", False)
         stream_options.end()
     f.labels("user", "safety_identifier", "prompt_cache_key", "metadata")
     f.choice("store", False)

@@ -14,7 +14,7 @@ from starlette.types import Receive
 
 from nibblelm.engine import LLM
 from nibblelm.engine_core import Handle
-from nibblelm.errors import NibbleLMError, RequestError
+from nibblelm.errors import NibbleLMError, RequestError, SchemaError
 from nibblelm.readers import collect
 from nibblelm.request import GenerationOutput, Request
 from nibblelm.sampling_params import SamplingParams
@@ -186,7 +186,7 @@ class Service:
         asked    tokens that the client asked for by number: fewer would be a silent cut
         """
         context = self.llm.max_context
-        if len(ids) + max(asked or 0, 1) > context:
+        if len(ids) + (1 if asked is None else asked) > context:
             wanted = f" and {asked} are asked for" if asked else ""
             raise ApiError(
                 400,
@@ -194,7 +194,12 @@ class Service:
                 param=param,
                 code="context_length_exceeded",
             )
-        return self.llm.requests(ids, params, count, answers)
+        try:
+            return self.llm.requests(ids, params, count, answers)
+        except RequestError as error:
+            text, names = str(error), ("logit_bias", "stop_token_ids", "stop", param)
+            named = next(name for name in names if text.startswith(name) or name == param)
+            raise as_api_error(error, None if isinstance(error, SchemaError) else named) from error
 
     def begun(self, requests: Sequence[Request], stream: bool) -> list[Handle]:
         """Enter requests into the engine."""
@@ -265,7 +270,14 @@ async def until_gone(receive: Receive, handles: Sequence[Handle]) -> AsyncIterat
 
 async def read_body(request: HttpRequest) -> Fields:
     """The JSON object that a request carries."""
-    kind = next((value for name, value in request.scope["headers"] if name == b"content-type"), b"")
+    headers = dict(request.scope["headers"])
+    kind, encoding = headers.get(b"content-type", b""), headers.get(b"content-encoding", b"identity")
+    if encoding.lower() != b"identity":
+        raise ApiError(415, f"Content-Encoding is {encoding.decode('latin-1'):.60}; send the body as it is")
+    too_long = ApiError(413, f"the body has more than {MOST_BYTES} bytes", headers={"connection": "close"})
+    announced = headers.get(b"content-length", b"0")  # a number: httptools refuses others
+    if b"expect" in headers and (len(announced) > 18 or int(announced) > MOST_BYTES):  # who does not ask has begun
+        raise too_long
     if kind.split(b";")[0].strip().lower() != b"application/json":
         raise ApiError(415, "the body has to be JSON, sent with the header Content-Type: application/json")
 
@@ -278,7 +290,7 @@ async def read_body(request: HttpRequest) -> Fields:
                 raise ClientDisconnect
             body += message["body"]
             if len(body) > MOST_BYTES:
-                raise ApiError(413, f"the body has more than {MOST_BYTES} bytes", headers={"connection": "close"})
+                raise too_long
             more = message["more_body"]
         return bytes(body)
 

@@ -20,6 +20,8 @@ async def tokenize(service: Service, http: HttpRequest) -> Response:
     tokenizer = _tokenizer(service)
     prompt = f.text("prompt")
     special = f.take("add_special_tokens", "true or false", lambda v: isinstance(v, bool)) is not False
+    if prompt is None and f.lacks("messages"):
+        raise ApiError(400, "prompt is missing; supported: prompt, a string, or messages", param="prompt")
     messages = None if prompt is not None else read_messages(f)
     f.end()
 

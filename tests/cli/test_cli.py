@@ -241,7 +241,7 @@ def test_an_output_that_knows_no_such_character(stories: str) -> None:
     [
         (["bench", "--threads", "abc"], "must be a whole number of at least 1, got 'abc'"),
         (["serve", "m", "--port", "x"], "must be 0 to 65535, got 'x'"),
-        (["serve", "m", "--timeout", "-1"], "must be 0 to 1000000 seconds, got '-1'"),
+        (["serve", "m", "--timeout", "-1"], "must be more than 0 and at most 1000000 seconds, got '-1'"),
     ],
 )
 def test_numbers_that_are_none(arguments: list[str], message: str) -> None:

@@ -105,6 +105,23 @@ def test_a_chat_that_is_read_after_another_call(llm: LLM) -> None:
     assert llm.chat(one, GREEDY).token_ids == want[1].chat(one, GREEDY).token_ids
 
 
+def test_parts_of_text_are_text_and_others_are_named(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    llm.tokenizer.chat_template = TEMPLATE
+    asked = [{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "cat"}]}]
+    assert llm.encode_chat(asked) == llm.encode_chat([{"role": "user", "content": "a cat"}])
+    for message, named in (
+        ({"role": "user"}, r"messages\[0\].content has None"),
+        ({"role": "user", "content": []}, r"content has \[\]"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "content has .*image_url"),
+        ({"content": "a"}, r"messages\[0\].role is None"),
+    ):
+        with pytest.raises(RequestError, match=named):
+            llm.chat([message])
+    with pytest.raises(RequestError, match="messages is empty"):
+        llm.chat([])
+
+
 @pytest.mark.parametrize("messages", ["hi", ["hi"], None], ids=str)
 def test_a_chat_of_no_messages_is_named(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestError, match=r"messages is .*supported: a list of"):
@@ -525,7 +542,7 @@ def test_requests_of_a_loop_that_is_gone_are_let_go(llm: LLM) -> None:
 
 
 FORKED = """
-import os, sys
+import asyncio, os, sys
 from nibblelm import LLM
 from nibblelm.errors import EngineError
 llm = LLM(sys.argv[1], device="cpu")
@@ -535,13 +552,26 @@ if before:
     print(text, flush=True)
     os._exit(0)
 os.wait()
+handle = llm.submit("Once", max_tokens=100, ignore_eos=True)
+stream = llm.stream("Once", max_tokens=100, ignore_eos=True)
+next(stream)
+
+async def read():
+    async for _ in handle:
+        pass
+
 if os.fork() == 0:
-    try:
-        llm.generate("Once", temperature=0, max_tokens=4)
-    except EngineError as error:
-        print(error, flush=True)
+    for call in (
+        lambda: llm.generate("Once"), lambda: list(stream), lambda: list(handle.tokens()), handle.result,
+        lambda: asyncio.run(read()),
+    ):
+        try:
+            call()
+        except EngineError as error:
+            print(error, flush=True)
     os._exit(0)
 os.wait()
+print(len(list(handle.tokens())) + len(list(stream)))
 print(text)
 """
 
@@ -551,6 +581,8 @@ def test_a_process_that_was_forked(stories: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", FORKED, str(stories)], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     )
-    first, error, last = result.stdout.splitlines()
+    first, *errors, pieces, last = result.stdout.splitlines()
     assert first == last
-    assert "forked" in error
+    assert len(errors) == 5
+    assert all("forked" in error for error in errors)
+    assert pieces == "199"

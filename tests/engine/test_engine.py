@@ -152,6 +152,18 @@ def test_token_ids_without_a_tokenizer(stories: Path, tmp_path: Path, llm: LLM) 
         other.generate("Once")
     with pytest.raises(RequestError, match="512"):
         other.generate([1, 512])
+    with pytest.raises(RequestError, match="stop needs a tokenizer"):
+        other.generate(ids, stop="the")
+
+
+def test_logits_are_a_tensor_of_the_callers_own(llm: LLM) -> None:
+    logits = llm.logits([1, 2, 3])
+    before = logits.clone()
+    logits /= 0.5
+    weight = torch.ones(logits.shape[1], requires_grad=True)
+    (logits * weight).sum().backward()
+    assert torch.equal(logits, before / 0.5)
+    assert torch.equal(llm.logits([1, 2, 3]), before)
 
 
 def test_chat_keeps_its_cache(stories: Path, tmp_path: Path) -> None:

@@ -54,6 +54,26 @@ def test_bounds_are_drawn_in() -> None:
     assert exact_grammar(text) == text.replace("1e300", str(MOST))
 
 
+def test_a_number_of_names_that_may_come_twice_is_refused(llm: LLM) -> None:
+    named = {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2}
+    free = {"type": "object", "patternProperties": {"^[ab]$": {"type": "boolean"}}, "additionalProperties": False}
+    for schema in named, free | {"minProperties": 2}, {"anyOf": [named | {"required": ["a"], "minProperties": 3}]}:
+        with pytest.raises(SchemaError, match=r"minProperties \d with names that it leaves open"):
+            llm.generate("A", max_tokens=4, schema=schema)
+    closed = named | {"additionalProperties": False}
+    for schema in closed, free | {"minProperties": 1}, named | {"required": ["a"]}:
+        assert exact_schema(schema) == schema
+
+
+def test_a_format_that_json_schema_does_not_know_says_nothing(llm: LLM) -> None:
+    assert exact_schema({"format": "password", "maxLength": 3}) == {"maxLength": 3}
+    assert exact_schema({"properties": {"format": {"format": "date"}}}) == {
+        "properties": {"format": {"format": "date"}}
+    }
+    with pytest.raises(SchemaError, match="iri"):
+        llm.generate("A", max_tokens=4, schema={"type": "string", "format": "iri"})
+
+
 @pytest.mark.parametrize("constant", [MOST, -MOST, MOST - 1, 999999999999999, 0.1, 12345678901234.5, 1e-7, -3.5])
 def test_constants_come_as_they_are(constant: float, llm: LLM) -> None:
     output = llm.generate("A", max_tokens=60, temperature=0, schema={"const": constant})

@@ -286,6 +286,8 @@ def test_record(save, tmp_path):
         (dict(rotate=1), "rotate is 1"),
         (dict(seed=1.5, rotate=True), "seed is 1.5"),
         (dict(samples="3", method="gptq"), "samples is '3'"),
+        (dict(samples=3), "method mse looks at no text; samples"),
+        (dict(seed=0), "method mse draws nothing; a seed"),
         (dict(threads=0), "threads is 0"),
         (dict(threads="2"), "threads is '2'"),
         (dict(device="foo"), "device 'foo' is not supported"),

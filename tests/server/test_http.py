@@ -39,6 +39,16 @@ def answers(server: Any, *pieces: bytes, count: int = 1) -> list[tuple[int, Any]
         return found
 
 
+def test_who_asks_before_a_body_that_is_too_long_is_told_at_once(server: Any) -> None:
+    head = (
+        post({"expect": "100-continue"})
+        .partition(b"\r\n\r\n")[0]
+        .replace(b"content-length: ", b"content-length: 99999")
+    )
+    ((status, answer),) = answers(server, head + b"\r\n\r\n")
+    assert (status, "more than 4194304 bytes" in answer["error"]["message"]) == (413, True)
+
+
 @pytest.fixture(scope="module")
 def text(server: Any) -> str:
     ((status, answer),) = answers(server, post({}))

@@ -131,6 +131,11 @@ def test_echo_scores_a_prompt_without_an_answer(client: openai.OpenAI, llm: LLM)
         assert all(math.isclose(a, b, abs_tol=1e-5) for a, b in zip(logprobs[1:], want, strict=True))
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 0
+    full = client.completions.create(model="demo", prompt=[7] * 512, echo=True, logprobs=0, max_tokens=0).choices[0]
+    assert full.logprobs is not None
+    assert full.logprobs.token_logprobs is not None
+    want = llm.logits([7] * 512).double().log_softmax(-1)[:-1, 7]
+    assert full.logprobs.token_logprobs[1:] == pytest.approx(want.tolist(), abs=1e-5)
     echoed = client.completions.create(prompt=PROMPT, echo=True, **GREEDY).choices[0].text
     assert echoed == PROMPT + alone(llm).text
 
@@ -212,7 +217,11 @@ def test_usage_of_a_stream_and_what_was_found_in_the_cache(client: openai.OpenAI
         (dict(logit_bias={"5": 101}), "logit_bias", "-100 to 100"),
         (dict(prompt=[]), "prompt", "a string, a list of token ids"),
         (dict(prompt=[1, "a"]), "prompt", "a string, a list of token ids"),
-        (dict(stream_options={"include_usage": True}), "stream_options", "without stream"),
+        (dict(stream_options={"include_usage": True}), "stream_options", '{"include_usage": true}; supported: nothing'),
+        (dict(logit_bias={"999999": 1}), "logit_bias", "0 to 4095"),
+        (dict(extra_body={"stop_token_ids": [4096]}), "stop_token_ids", "0 to 4095"),
+        (dict(prompt=[4096]), "prompt", "outside the vocabulary"),
+        (dict(extra_body={"metadata": {"a": 1}}), "metadata", "an object of strings"),
         (dict(extra_body={"min_p": 2}), "min_p", "0 to 1"),
         (dict(extra_body={"stop_token_ids": [-1]}), "stop_token_ids", "token ids"),
     ],

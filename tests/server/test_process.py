@@ -82,7 +82,10 @@ def test_paths_methods_and_bodies(server: Any) -> None:
         ("POST", "/v1/completions", {"prompt": "a\ud800"}, {}, 400, "character 1 is half a surrogate pair"),
         ("POST", "/v1/completions", {"prompt": "a", "\ud800": 1}, {}, 400, "is not supported here"),
         ("POST", "/detokenize", {"tokens": [4096]}, {}, 400, "0 to 4095"),
-        ("POST", "/tokenize", {}, {}, 400, "messages is missing"),
+        ("POST", "/tokenize", {}, {}, 400, "prompt is missing"),
+        ("POST", "/v1/completions/", {}, {}, 404, "not found: POST /v1/completions/"),
+        ("POST", "/v1/completions", b"{}", {"content-encoding": "gzip"}, 415, "Content-Encoding is gzip"),
+        ("POST", "/v1/completions", b'{"seed": ' + b"9" * 5000 + b"}", {}, 400, "an integer has thousands of digits"),
     ):
         got, answer, _ = server.request(method, path, body, headers)
         assert (got, sorted(answer["error"])) == (status, ["code", "message", "param", "type"])
@@ -283,6 +286,9 @@ def test_arguments_that_cannot_be(folder: Path, tmp_path: Path, capsys: pytest.C
     for options, code, message in (
         (["--port", "70000"], 2, "0 to 65535"),
         (["--drain", "-1"], 2, "0 to 1000000"),
+        (["--timeout", "0"], 2, "more than 0"),
+        (["--served-model-name", ""], 1, "none of them empty"),
+        (["--served-model-name", "a", "--served-model-name", "a"], 1, "names that differ"),
         (["--host", "no.such.host.invalid"], 1, "cannot listen on no.such.host.invalid"),
         (["--api-key-file", str(tmp_path / "empty")], 1, "has no key"),
         (["--api-key-file", str(tmp_path / "latin")], 1, "is no text in UTF-8"),
