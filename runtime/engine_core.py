@@ -77,7 +77,7 @@ class Engine:
         with self._lock:
             if core.end is not None:
                 raise core.end()
-            if (unfinished := self._added - core.finished) >= self.most:
+            if (unfinished := self.unfinished) >= self.most:
                 raise RequestError(f"{unfinished} requests are unfinished, the most there may be; wait for some to end")
             self._start()
             self._added += 1
@@ -100,6 +100,11 @@ class Engine:
             if self._core.end is None and self._thread is None:
                 self._core.unprepared = True
                 self._start()
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that were entered and have not ended."""
+        return self._added - self._core.finished
 
     @property
     def prepared(self) -> bool:

@@ -27,14 +27,16 @@ class Metrics(Collector):
         engine = self._service.llm.engine
         stats, scheduler = engine.stats, engine.scheduler
         pool = scheduler.pool
+        running, waiting = sum(not s.parked for s in list(scheduler.running)), len(scheduler.waiting)
         gauges = {
-            "num_requests_running": ("Outputs that are being computed", len(scheduler.running)),
-            "num_requests_waiting": ("Outputs that wait for a slot or for pages", len(scheduler.waiting)),
+            "num_requests_running": ("Outputs that are being computed", running),
+            "num_requests_waiting": ("Outputs that wait for a slot or for pages", waiting),
+            "num_requests_paused": ("Outputs that sit out: who reads is behind", engine.unfinished - running - waiting),
             "kv_cache_usage_perc": ("Share of the pages in use, 0 to 1", 1 - pool.available / pool.count),
             "engine_stalled_seconds": ("Time without a step though there is something to compute", stats.stalled_s),
         }
         for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(f"nibblelm:{name}", text, value)
+            yield GaugeMetricFamily(f"nibblelm:{name}", text, max(0, value))
         counters = {
             "prompt_tokens": ("Prompt tokens of outputs that were begun", stats.prompt_tokens),
             "generation_tokens": ("Tokens generated", stats.generated_tokens),

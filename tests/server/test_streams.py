@@ -12,6 +12,7 @@ import pytest
 
 from nibblelm.server import listen
 from nibblelm.server.answers import Chunks
+from nibblelm.server.metrics import Metrics
 
 sys.path.insert(0, str(Path(__file__).parent))
 from waiting import PATIENCE_S, wait_for
@@ -50,6 +51,9 @@ def test_a_client_that_does_not_read_is_waited_for(running: Any) -> None:
         while before < (before := stats.generated_tokens):
             time.sleep(0.5)
         assert before < 2 * LONG["max_tokens"], "what cannot be sent is not computed"
+        lines = Metrics(server.service).text().decode().splitlines()
+        shown = [line.removeprefix("nibblelm:num_requests_") for line in lines if line.startswith("nibblelm:num_req")]
+        assert shown == ["running 0.0", "waiting 0.0", "paused 1.0"]
         got = b"".join(iter(lambda: client.recv(1 << 16), b""))
     parts = got.partition(b"\r\n\r\n")[2].split(b"\r\n")  # sizes, and chunks between them
     assert [int(size, 16) for size in parts[:-3:2]] == [*map(len, parts[1:-3:2])]
