@@ -152,3 +152,24 @@ def test_8_bits_need_bf16_rows() -> None:
     packed = ops.pack_linear([quantized(16, 64, 4, -1, "zero", torch.float16)[0]], DEVICE)
     with pytest.raises(ValueError, match="8-bit activations"):
         ops.linear(activations(2, 64, torch.float32), packed, None, 8)
+
+
+def test_blocks_that_wait_for_each_other_on_two_streams() -> None:
+    """K shared out over blocks, beside another stream's, and in turns with few rows, whose kernels count in the same
+    words."""
+    packed = [
+        ops.pack_linear([quantized(4096, 4096, 4, -1, "zero", torch.float16, seed)[0]], DEVICE) for seed in (0, 1)
+    ]
+    x = activations(64, 4096, torch.bfloat16)
+    want = [by_sixteens(x, weight, 16) for weight in packed]
+    streams = [torch.cuda.Stream() for _ in packed]
+    torch.cuda.synchronize()
+    results: list[list[Tensor]] = [[], []]
+    for i in range(100):
+        for stream, weight, got in zip(streams, packed, results, strict=True):
+            with torch.cuda.stream(stream):
+                m = (64, 33, 1)[i % 3]
+                got.append(ops.linear(x[:m], weight, None, 16))
+    torch.cuda.synchronize()
+    for right, got in zip(want, results, strict=True):
+        assert all(torch.equal(part, right[: len(part)]) for part in got)
