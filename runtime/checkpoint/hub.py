@@ -21,6 +21,8 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
     folder, name = Path(source), str(source)
     try:
         if name and folder.is_dir():
+            if revision is not None:
+                raise CheckpointError(f"{name} is a folder, which has no revision {revision!r}; it is one of a hub id")
             return folder
         exists = folder.exists()
     except (OSError, ValueError):  # a name that no file can have

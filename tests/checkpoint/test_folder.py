@@ -217,6 +217,8 @@ def test_what_cannot_be_resolved(tmp_path: Path) -> None:
         resolve("org/absent")
     with pytest.raises(CheckpointError, match="cannot be fetched"):
         resolve("org/tiny", "no-such-branch")
+    with pytest.raises(CheckpointError, match="which has no revision 'main'"):
+        resolve(tmp_path, "main")
     for source in ("/no/such/folder", "./x", "../org/tiny", "a/b/c", "", "a\0b", "x" * 5000, tmp_path / "absent"):
         with pytest.raises(CheckpointError, match="neither a folder nor a hub id"):
             resolve(source)
