@@ -107,6 +107,11 @@ class Engine:
         return self._added - self._core.finished
 
     @property
+    def paused(self) -> int:
+        """Of these, requests that sit out until their reader has caught up."""
+        return sum(channel.held for channel in list(self._core.channels.values()))
+
+    @property
     def prepared(self) -> bool:
         """Whether what `start` began is done."""
         return not self._core.unprepared
@@ -199,9 +204,10 @@ class Handle:
     def tell(self, reader: Reader | None) -> None:
         """Who is told of what comes from now on. Raises RequestError where another is already, EngineError in a forked
         process."""
-        self._engine.check_process()
         if self._ended:
             return
+        if reader is not None:
+            self._engine.check_process()
         if reader is not None and self._channel.reader is not None:
             raise RequestError("the request is read in an event loop already; read it in one place")
         self._channel.reader = reader
@@ -278,7 +284,7 @@ class _Core:
         self.stats = Stats()
         self._scheduler, self._executor = scheduler, Executor(runner, scheduler, self.stats)
         self.runner, self._speculation = runner, speculation
-        self._channels: dict[Sequence, _Channel] = {}
+        self.channels: dict[Sequence, _Channel] = {}
 
     def run(self) -> None:
         """The thread: steps until it is told to end, or a step fails."""
@@ -302,10 +308,10 @@ class _Core:
         while not self.inbox.empty():
             method, args = self.inbox.get()
             if method == self.add:
-                self._channels[args[0]] = args[1]
-        for channel in self._channels.values():
+                self.channels[args[0]] = args[1]
+        for channel in self.channels.values():
             channel.put(ended(), last=True)
-        self._channels.clear()
+        self.channels.clear()
         self._wake()
 
     def add(self, sequence: Sequence, channel: _Channel) -> None:
@@ -316,15 +322,15 @@ class _Core:
             channel.put(error, last=True)
             self._wake()
         else:
-            self._channels[sequence] = channel
+            self.channels[sequence] = channel
 
     def abort(self, sequence: Sequence, _channel: _Channel) -> None:
-        if sequence in self._channels:
+        if sequence in self.channels:
             self.stats.end("abort")
         self._finish(sequence)
 
     def resume(self, sequence: Sequence, channel: _Channel) -> None:
-        if channel.held and sequence in self._channels:  # its last token may have come after it was parked
+        if channel.held and sequence in self.channels:  # its last token may have come after it was parked
             channel.held = False
             self._scheduler.resume(sequence)
 
@@ -373,7 +379,7 @@ class _Core:
         return pays
 
     def _deliver(self, sequence: Sequence, choice: Choice) -> None:
-        request, channel = sequence.owner, self._channels[sequence]
+        request, channel = sequence.owner, self.channels[sequence]
         try:
             if choice is None:
                 item, last = request.output(), True
@@ -399,7 +405,7 @@ class _Core:
                 self._scheduler.park(sequence)
 
     def _finish(self, sequence: Sequence) -> None:
-        if self._channels.pop(sequence, None) is not None:
+        if self.channels.pop(sequence, None) is not None:
             self.finished += 1
             self._scheduler.remove(sequence)
             if self._speculation is not None:

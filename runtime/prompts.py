@@ -55,9 +55,13 @@ def _content(message: dict[str, Any], name: str) -> str:
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return ""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    for part in parts if isinstance(parts, list | tuple) and parts else [content]:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(f"{name}.content has {part!r:.60}; supported: text, or a list of parts of type text")
-    assert parts is not None
-    return "".join(part["text"] for part in parts)
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for part in content if isinstance(content, list | tuple) and content else [None]:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            shown = content if part is None else part
+            raise RequestError(f"{name}.content has {shown!r:.60}; supported: text, or a list of parts of type text")
+        texts.append(text)
+    return "".join(texts)

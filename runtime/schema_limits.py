@@ -44,6 +44,8 @@ def exact_schema(schema: Any, what: str = "schema") -> Any:
         elif key in ("const", "enum"):
             _check(value, what)
             exact[key] = value
+        elif key in ("default", "examples"):  # which say nothing of an answer
+            exact[key] = value
         elif key == "pattern" and isinstance(value, str):
             require_whole(value, "pattern")
             exact[key] = value
@@ -82,14 +84,15 @@ def require_whole(expression: str, what: str) -> None:
 
 def _check_names(schema: dict[str, Any], what: str) -> None:
     """SchemaError where names that are left open, of which one may come twice, would have to make up a number."""
-    least, required = schema.get("minProperties", 0), schema.get("required")
-    if not _is_number(least) or (schema.get("additionalProperties") is False and not schema.get("patternProperties")):
+    least, required, kind = schema.get("minProperties", 0), schema.get("required"), schema.get("type", "object")
+    closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    if closed or not _is_number(least) or "object" not in kind:
         return
-    certain = 1 + (len(set(map(str, required))) if isinstance(required, list) else 0)
+    certain = max(1, len(set(map(str, required))) if isinstance(required, list) else 0)
     if least > certain:
         raise SchemaError(
-            f"the {what} has minProperties {least} with names that it leaves open; supported: at most {certain} here, "
-            "one more than `required` names"
+            f"the {what} has minProperties {least} and no additionalProperties: false beside it; supported: at most "
+            f"{certain} then, as many as `required` names"
         )
 
 

@@ -158,8 +158,11 @@ def print_load(llm: "LLM") -> None:
 
 def warn_unheard(llm: "LLM", system: str) -> None:
     """Say so where the chat template passes over system messages."""
-    asked = [{"role": "user", "content": "?"}]
-    if llm.encode_chat([{"role": "system", "content": system}, *asked]) == llm.encode_chat(asked):
+
+    def ids(text: str) -> list[int]:
+        return llm.encode_chat([{"role": "system", "content": text}, {"role": "user", "content": "?"}])
+
+    if ids(system) == ids(f"{system} And?"):
         print(
             "warning: this model's chat template leaves out system messages: --system changes nothing", file=sys.stderr
         )

@@ -31,7 +31,7 @@ WORDS = (
 LONGEST = 1024
 """Words of a prompt, tokens of an answer, that a load has unasked."""
 
-UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 """What reading a server's JSON may raise."""
 
 
@@ -207,7 +207,8 @@ class _Target:
         text = b"\n".join([line async for line in self._lines("GET", "/v1/models", b"")])
         try:
             first = json.loads(text)["data"][0]
-            return str(first["id"]), int(first.get("max_model_len") or context)
+            told = first.get("max_model_len")
+            return str(first["id"]), told if isinstance(told, int) and told > 0 else context
         except UNREADABLE as error:
             shown = text[:150].decode(errors="replace")
             raise RequestError(f"/v1/models lists no model: {shown!r}; name one with --served-model") from error

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
-from nibblelm.errors import RequestError
+from nibblelm.errors import RequestError, TokenizerError
 from nibblelm.request import GenerationOutput, Request
 from nibblelm.sampler import Sampled
 from nibblelm.server.answers import Chunks, answer, finite, head, token_name, top_of, usage
@@ -92,7 +92,7 @@ def _requests(service: Service, wanted: Completion) -> list[Request]:
     for prompt in wanted.prompts:
         try:
             ids = service.llm.encode(prompt)
-        except RequestError as error:
+        except (RequestError, TokenizerError) as error:
             raise as_api_error(error, "prompt") from error
         requests += service.prepared(ids, wanted.common.params, wanted.common.n, wanted.asked, "prompt")
     return requests

@@ -27,11 +27,11 @@ class Metrics(Collector):
         engine = self._service.llm.engine
         stats, scheduler = engine.stats, engine.scheduler
         pool = scheduler.pool
-        running, waiting = sum(not s.parked for s in list(scheduler.running)), len(scheduler.waiting)
+        running, paused = sum(not s.parked for s in list(scheduler.running)), engine.paused
         gauges = {
             "num_requests_running": ("Outputs that are being computed", running),
-            "num_requests_waiting": ("Outputs that wait for a slot or for pages", waiting),
-            "num_requests_paused": ("Outputs that sit out: who reads is behind", engine.unfinished - running - waiting),
+            "num_requests_waiting": ("Outputs that wait for a slot or for pages", engine.unfinished - running - paused),
+            "num_requests_paused": ("Outputs that sit out: who reads is behind", paused),
             "kv_cache_usage_perc": ("Share of the pages in use, 0 to 1", 1 - pool.available / pool.count),
             "engine_stalled_seconds": ("Time without a step though there is something to compute", stats.stalled_s),
         }

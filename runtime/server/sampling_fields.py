@@ -34,7 +34,11 @@ def read_common(f: Fields, generation_config: dict[str, Any], **others: int | No
     usage = False
     if not f.lacks("stream_options"):
         if not stream:
-            f.refuse("stream_options", f.take("stream_options", "an object", bool), "nothing without stream")
+            f.refuse(
+                "stream_options",
+                f.take("stream_options", "an object", lambda v: isinstance(v, dict)),
+                "nothing without stream",
+            )
         stream_options = f.object("stream_options")
         assert stream_options is not None
         usage = stream_options.flag("include_usage")

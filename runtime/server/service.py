@@ -186,7 +186,8 @@ class Service:
         asked    tokens that the client asked for by number: fewer would be a silent cut
         """
         context = self.llm.max_context
-        if len(ids) + (1 if asked is None else asked) > context:
+        least = 1 if params.prompt_logprobs is None else 0  # a prompt that is only scored may fill the context
+        if len(ids) + max(least, 1 if asked is None else asked) > context:
             wanted = f" and {asked} are asked for" if asked else ""
             raise ApiError(
                 400,
@@ -196,10 +197,12 @@ class Service:
             )
         try:
             return self.llm.requests(ids, params, count, answers)
+        except SchemaError:  # of what the answer has to follow, or of tools: who asked knows
+            raise
         except RequestError as error:
             text, names = str(error), ("logit_bias", "stop_token_ids", "stop", param)
             named = next(name for name in names if text.startswith(name) or name == param)
-            raise as_api_error(error, None if isinstance(error, SchemaError) else named) from error
+            raise as_api_error(error, named) from error
 
     def begun(self, requests: Sequence[Request], stream: bool) -> list[Handle]:
         """Enter requests into the engine."""
@@ -270,12 +273,12 @@ async def until_gone(receive: Receive, handles: Sequence[Handle]) -> AsyncIterat
 
 async def read_body(request: HttpRequest) -> Fields:
     """The JSON object that a request carries."""
-    headers = dict(request.scope["headers"])
-    kind, encoding = headers.get(b"content-type", b""), headers.get(b"content-encoding", b"identity")
-    if encoding.lower() != b"identity":
+    headers = dict(reversed(request.scope["headers"]))  # of several the first counts
+    kind, encoding = headers.get(b"content-type", b""), headers.get(b"content-encoding", b"").strip()
+    if encoding.lower() not in (b"", b"identity"):
         raise ApiError(415, f"Content-Encoding is {encoding.decode('latin-1'):.60}; send the body as it is")
     too_long = ApiError(413, f"the body has more than {MOST_BYTES} bytes", headers={"connection": "close"})
-    announced = headers.get(b"content-length", b"0")  # a number: httptools refuses others
+    announced = headers.get(b"content-length", b"").lstrip(b"0") or b"0"  # a number: httptools refuses others
     if b"expect" in headers and (len(announced) > 18 or int(announced) > MOST_BYTES):  # who does not ask has begun
         raise too_long
     if kind.split(b";")[0].strip().lower() != b"application/json":

@@ -114,6 +114,7 @@ def test_parts_of_text_are_text_and_others_are_named(llm: LLM) -> None:
         ({"role": "user"}, r"messages\[0\].content has None"),
         ({"role": "user", "content": []}, r"content has \[\]"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "content has .*image_url"),
+        ({"role": "user", "content": {"type": "text", "text": "a"}}, "content has {'type': 'text'"),
         ({"content": "a"}, r"messages\[0\].role is None"),
     ):
         with pytest.raises(RequestError, match=named):
@@ -497,7 +498,7 @@ def test_to_come_back_to_a_request_that_was_left_is_an_error(llm: LLM) -> None:
             pass
 
     with pytest.raises(RequestError, match="was aborted"):
-        asyncio.run(read(llm.submit("Once", max_tokens=60, ignore_eos=True)))
+        asyncio.run(read(llm.submit("Once", max_tokens=200, ignore_eos=True)))  # more than may wait for a reader
 
 
 def test_a_thread_and_an_event_loop_that_read_one_request_both_end(llm: LLM) -> None:

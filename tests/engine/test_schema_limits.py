@@ -58,10 +58,12 @@ def test_a_number_of_names_that_may_come_twice_is_refused(llm: LLM) -> None:
     named = {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 2}
     free = {"type": "object", "patternProperties": {"^[ab]$": {"type": "boolean"}}, "additionalProperties": False}
     for schema in named, free | {"minProperties": 2}, {"anyOf": [named | {"required": ["a"], "minProperties": 3}]}:
-        with pytest.raises(SchemaError, match=r"minProperties \d with names that it leaves open"):
+        with pytest.raises(SchemaError, match=r"minProperties \d and no additionalProperties: false beside it"):
             llm.generate("A", max_tokens=4, schema=schema)
     closed = named | {"additionalProperties": False}
-    for schema in closed, free | {"minProperties": 1}, named | {"required": ["a"]}:
+    both = named | {"required": ["a", "b"]}
+    shown = {"type": "object", "default": named, "examples": [named]}
+    for schema in closed, free | {"minProperties": 1}, both, shown, {"type": "string", "minProperties": 3}:
         assert exact_schema(schema) == schema
 
 

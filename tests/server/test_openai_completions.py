@@ -220,6 +220,7 @@ def test_usage_of_a_stream_and_what_was_found_in_the_cache(client: openai.OpenAI
         (dict(stream_options={"include_usage": True}), "stream_options", '{"include_usage": true}; supported: nothing'),
         (dict(logit_bias={"999999": 1}), "logit_bias", "0 to 4095"),
         (dict(extra_body={"stop_token_ids": [4096]}), "stop_token_ids", "0 to 4095"),
+        (dict(stream_options={}), "stream_options", "{}; supported: nothing without stream"),
         (dict(prompt=[4096]), "prompt", "outside the vocabulary"),
         (dict(extra_body={"metadata": {"a": 1}}), "metadata", "an object of strings"),
         (dict(extra_body={"min_p": 2}), "min_p", "0 to 1"),
@@ -240,6 +241,8 @@ def test_what_does_not_fit_is_an_error_and_no_cut(client: openai.OpenAI, llm: LL
         with pytest.raises(openai.BadRequestError, match="the context holds 512") as caught:
             client.completions.create(model="demo", prompt=ids, max_tokens=asked)
         assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(openai.BadRequestError, match="the context holds 512"):
+        client.completions.create(model="demo", prompt=[5] * 512, max_tokens=0, echo=True)
     with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
         client.completions.create(model="demo", prompt=[4096], max_tokens=1)
     with pytest.raises(openai.BadRequestError, match="outputs in one request"):

@@ -101,6 +101,7 @@ def test_what_is_no_tool_is_named(speaking: Any) -> None:
         (tool("a", {"type": "string"}), 400, "tools[0].function.parameters", "of type object"),
         (tool("a", {"type": ["object", "null"]}), 400, "tools[0].function.parameters", "of type object"),
         (tool("a", deep), 422, "tools", "nested too deeply"),
+        (tool("a", {"properties": {"x": {"not": {}}}}), 422, "tools", "cannot be followed"),
     ):
         body = {"messages": USER, "tools": [given], "tool_choice": "required"}
         got, answer, _ = speaking.request("POST", "/v1/chat/completions", body)
