@@ -4,9 +4,10 @@ BIN := .venv/bin
 DEMO := demo/stories-7m
 PROMPT := Once upon a time
 
-# constraints.txt holds for build environments too, under both names that pip has had for it
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
-export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+# constraints.txt holds for build environments too, under both names that pip has had for it, which it splits at spaces
+space := $(subst ,, )
+export PIP_CONSTRAINT := file://$(subst $(space),%20,$(CURDIR))/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(PIP_CONSTRAINT)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 SOURCES := pyproject.toml constraints.txt demo/chat.html $(shell find csrc -type f)

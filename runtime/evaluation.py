@@ -36,9 +36,12 @@ class Window:
 
 
 def tokenize(tokenizer: Tokenizer | None, text: str, separator: str | None = None) -> tuple[list[int], list[list[int]]]:
-    """What the tokenizer puts before a text, and the token ids of each document of `text`, cut at `separator`."""
+    """What the tokenizer puts before a text, and the token ids of each document of `text`, cut at `separator`, white
+    space at their ends left out. RequestError where it is not in the text."""
     if tokenizer is None:
         raise RequestError("the model folder has no tokenizer, which a text needs; copy tokenizer.json into it")
+    if separator is not None and (not separator or separator not in text):
+        raise RequestError(f"the separator {separator!r} is not in the text; without one it is a single document")
     parts = [part.strip() for part in text.split(separator)] if separator else [text]
     return tokenizer.encode(""), [tokenizer.encode(part, add_special_tokens=False) for part in parts if part]
 

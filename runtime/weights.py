@@ -266,7 +266,8 @@ def _is_mask(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec], tied: bool) -> None:
-    """Raise CheckpointError that lists every missing and unexpected tensor by name, before any weight is read.
+    """Raise CheckpointError that lists every missing and unexpected tensor by name, or those as they are in the source
+    that have other sizes, before any weight is read.
 
     Either of the head and the embedding may stand for both when they are tied.
     """
@@ -287,5 +288,13 @@ def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec], tied: boo
     problems = [
         f"{word}: {listed(names, 20)}" for word, names in (("missing", missing), ("unexpected", unexpected)) if names
     ]
+    if not problems:
+        plain = {spec.name: spec.stored_shape for spec in specs if spec.name in present}
+        found = {name: checkpoint.info(name).shape for name in plain}
+        problems = [
+            f"{name} has shape {list(found[name])}; config.json says {list(shape)}"
+            for name, shape in plain.items()
+            if found[name] != shape
+        ][:5]
     if problems:
         raise CheckpointError(f"{checkpoint.folder}: tensors do not match config.json; " + "; ".join(problems))

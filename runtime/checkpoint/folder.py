@@ -26,8 +26,8 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> "Checkpo
     return Checkpoint(resolve(source, revision))
 
 
-def file_in(folder: Path, name: str) -> Path | None:
-    """The path of a file of a checkpoint folder, None when it does not exist.
+def file_in(folder: Path, name: str, within: Path | None = None) -> Path | None:
+    """The path of a file of a checkpoint folder, or of a folder `within` one, None when it does not exist.
 
     Raises CheckpointError for a name with a folder in it and for a link that leads out of the folder. The links
     of a hub cache (snapshots/<revision>/<name> to blobs/<hash> of the same model) are within bounds.
@@ -39,7 +39,7 @@ def file_in(folder: Path, name: str) -> Path | None:
     try:
         if not path.is_symlink():
             return path if path.exists() else None
-        home, target = folder.resolve(), path.resolve()
+        home, target = (within or folder).resolve(), path.resolve()
     except (OSError, RuntimeError, UnicodeError) as cause:  # a loop of links, a name that no file can have
         raise CheckpointError(f"{folder}: cannot look up {shown(name)}: {cause}") from cause
     cache = home.parent.parent
@@ -61,7 +61,7 @@ class Checkpoint:
         self.folder = Path(folder)
         config = self.file("config.json")
         if config is None:
-            raise ConfigError(f"{self.folder} has no config.json, so it is not a model folder")
+            raise ConfigError(f"{self.folder} has no config.json, so it is not a model folder{_instead(self.folder)}")
         self.config: dict[str, Any] = read_object(config, ConfigError)
         generation = self.file("generation_config.json")
         self.generation_config: dict[str, Any] = read_object(generation, ConfigError) if generation else {}
@@ -244,6 +244,15 @@ class Checkpoint:
 _PARTS = ("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
 
 
+def _instead(folder: Path) -> str:
+    """What a folder without a config.json, or without weights, may be."""
+    if (folder / "adapter_config.json").is_file():
+        return "; it is an adapter: merge it into its base model first (merge_and_unload of peft)"
+    if next(folder.glob("*.gguf"), None) is not None:
+        return "; its GGUF file is for llama.cpp: take the model's safetensors"
+    return ""
+
+
 def _no_weights(folder: Path) -> str:
     try:
         names = sorted(path.name for path in folder.iterdir())
@@ -257,5 +266,5 @@ def _no_weights(folder: Path) -> str:
             "AutoModelForCausalLM.from_pretrained(SRC).save_pretrained(DST, safe_serialization=True)"
         )
     others = [name for name in names if name.endswith(".safetensors")]
-    found = f"; it has {listed(others)}" if others else ""
+    found = f"; it has {listed(others)}" if others else _instead(folder)
     return f"{folder} has neither {SINGLE} nor {INDEX}{found}. From the hub only safetensors are fetched, never pickles"

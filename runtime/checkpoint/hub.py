@@ -9,7 +9,8 @@ from nibblelm.errors import CheckpointError
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # Pickles can run code when they are read, so they are not even fetched.
 _WANTED = ["*.safetensors", "*.json", "*.model", "*.jinja", "*.txt", "*.tiktoken", "LICENSE*", "README*"]
-_UNWANTED = ["*/*", "consolidated*"]  # sub-folders and Mistral's second copy of the weights
+# Sub-folders, but for chat templates, and Mistral's second copy of the weights.
+_UNWANTED = [*(f"*/{pattern}" for pattern in _WANTED if pattern != "*.jinja"), "consolidated*"]
 
 
 def resolve(source: str | Path, revision: str | None = None) -> Path:
@@ -28,7 +29,8 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
     except (OSError, ValueError):  # a name that no file can have
         exists = False
     if name and exists:
-        raise CheckpointError(f"{name} is a file; give the folder that holds config.json and the weights")
+        kind = "a GGUF file, for llama.cpp" if name.endswith(".gguf") else "a file"
+        raise CheckpointError(f"{name} is {kind}; give the folder that holds config.json and the safetensors")
     if isinstance(source, Path) or not _HUB_ID.fullmatch(name):
         raise CheckpointError(f"{shown(name)} is neither a folder nor a hub id such as 'org/name'")
     return _snapshot(name, revision)

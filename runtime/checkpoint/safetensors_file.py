@@ -82,6 +82,8 @@ def _tensor_info(name: str, entry: Any, file: Path, data_start: int) -> TensorIn
 
 def _parse_header(buffer: mmap.mmap, file: Path) -> dict[str, TensorInfo]:
     length = int.from_bytes(buffer[:8], "little")
+    if buffer[:20] == b"version https://git-":
+        raise CheckpointError(f"{file} is a pointer of Git LFS, not the file; fetch it (git lfs pull)")
     if length > min(len(buffer) - 8, JSON_LIMIT):
         raise CheckpointError(
             f"{file} has {len(buffer)} bytes and claims a header of {length}; it is cut off, damaged or not safetensors"

@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -70,6 +71,9 @@ def read_calibration(
     if len(pieces) <= held_out:
         raise ConvertError(f"the calibration text is {len(pieces)} pieces of {room} tokens: give more than {held_out}")
     chosen = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(seed))[held_out:][:samples]
+    if 2 * len(chosen) < samples:
+        text = "the bundled calibration text" if path is None else f"the calibration text {path}"
+        warnings.warn(f"{text} is short: {len(chosen)} of {samples} samples, of {room} tokens", stacklevel=2)
     ids = torch.cat((torch.tensor(prefix, dtype=torch.long).expand(len(chosen), -1), pieces[chosen]), 1)
     name = "the bundled text" if path is None else path.name
     facts = {"file": name, "sha256": hashlib.sha256(data).hexdigest(), "seed": seed}

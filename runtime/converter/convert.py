@@ -14,7 +14,7 @@ import torch
 
 from nibblelm import __version__
 from nibblelm.arguments import usable_threads
-from nibblelm.checkpoint import Checkpoint
+from nibblelm.checkpoint import Checkpoint, file_in
 from nibblelm.checkpoint.journal import Journal
 from nibblelm.checkpoint.work_folder import WorkFolder
 from nibblelm.checkpoint.writer import FolderWriter, OutputFile, plan_files, typed_write_errors, write_json
@@ -30,6 +30,7 @@ from nibblelm.quant.affine import pack_zero_point
 from nibblelm.quant.rows import QuantizedRows, quantize_rows
 from nibblelm.quant.schemes import CALIBRATED, Options
 from nibblelm.sizes import parse_size
+from nibblelm.tokenizer.files import TEMPLATES
 from nibblelm.weights import check_tensors
 
 RECORD = "nibblelm.json"
@@ -107,7 +108,7 @@ def convert(
     drawn = (128 if samples is None else samples, 0 if seed is None else seed)
     options = Options(bits, group_size, symmetric, method, rules, keep_tied, embeddings, dtype, rotate, *drawn)
     if samples is not None and method not in CALIBRATED:
-        raise ConvertError(f"method {method} looks at no text; samples are for {', '.join(CALIBRATED)}")
+        raise ConvertError(f"samples are for {', '.join(CALIBRATED)}; method {method} takes none")
     if seed is not None and method not in CALIBRATED and not rotate and target_kl is None:
         raise ConvertError(
             f"method {method} draws nothing; a seed is for {', '.join(CALIBRATED)}, rotate and target_kl"
@@ -167,8 +168,10 @@ def _convert(
         report = dataclasses.replace(report, target=target)
         writer.finish()
         for path in companions:
-            with typed_write_errors(work.path / path.name):
-                shutil.copyfile(path, work.path / path.name)
+            to = work.path / path.relative_to(checkpoint.folder)
+            with typed_write_errors(to):
+                to.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, to)
         write_json(work.path / RECORD, build_record(report, options, source.record, source_files))
         write_json(work.path / "config.json", output_config(checkpoint.config, units, options))
         work.commit()
@@ -317,4 +320,6 @@ def _companions(checkpoint: Checkpoint) -> list[Path]:
     wanted = [name for name in names if Path(name).suffix in _COPIED or name.upper().startswith(_LICENCES)]
     written = {"config.json", RECORD}
     found = [checkpoint.file(name) for name in wanted if name not in written and not name.endswith(".index.json")]
+    templates = sorted((checkpoint.folder / TEMPLATES).glob("*.jinja"))
+    found += [file_in(path.parent, path.name, checkpoint.folder) for path in templates]
     return [path for path in found if path is not None and path.is_file()]

@@ -98,7 +98,7 @@ def _requests(service: Service, wanted: Chat) -> tuple[str, list[Request]]:
         raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
     params = wanted.common.params
     if wanted.tool_names:
-        spoken = tool_format(tokenizer.chat_template)
+        spoken = tool_format(tokenizer.template(with_tools=True))
         if spoken is None:
             raise ApiError(400, "this model's chat template has no tool calls in a form known here", param="tools")
         if wanted.forced and spoken.forced is None:
@@ -123,7 +123,7 @@ class _Answer:
 
     def __init__(self, service: Service, wanted: Chat, prompt: str) -> None:
         tokenizer = service.llm.tokenizer
-        template = "" if tokenizer is None else tokenizer.chat_template or ""
+        template = (None if tokenizer is None else tokenizer.template(bool(wanted.tool_names))) or ""
         kind = "chat.completion.chunk" if wanted.common.stream else "chat.completion"
         self._head = head("chatcmpl", kind, service.names[0])
         self._chunks = Chunks(self._head, wanted.common.include_usage)

@@ -22,7 +22,9 @@ FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "config.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
 )
-"""Everything that is read of a tokenizer, under these names."""
+"""Everything that is read of a tokenizer, under these names, and of this folder where transformers keeps chat templates
+beside the one named default."""
+TEMPLATES = "additional_chat_templates"
 _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # others the library would print
 GENERIC = "TokenizersBackend"
 # model_type -> the class transformers takes for it; GENERIC overrules the class that the folder names

@@ -34,6 +34,7 @@ class SentencePieceBackend:
         config = settings.config
         self._legacy = config.get("legacy") is not False
         self._prefix = config.get("add_prefix_space") is not False
+        self._dummy = self._model.encode("x", out_type=str)[0].startswith(SPACE)  # it puts one before a text itself
         self._size: int = self._model.get_piece_size()
         control = [i for i in range(self._size) if self._model.is_control(i) or self._model.is_unknown(i)]
         named = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}
@@ -106,7 +107,10 @@ class SentencePieceBackend:
             {"type": "ByteFallback"},
             {"type": "Fuse"},
         ]
-        return {"decoders": steps + [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * self._prefix}
+        return {
+            "decoders": steps
+            + [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * (self._prefix and self._dummy)
+        }
 
     def id_to_token(self, token_id: int) -> str | None:
         """The piece or added token of an id, None outside the vocabulary."""

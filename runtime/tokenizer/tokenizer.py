@@ -14,7 +14,7 @@ from nibblelm.tokenizer.detokenizer import (
     byte_level_bytes,
     detokenizer_factory,
 )
-from nibblelm.tokenizer.files import FILES, Settings, load_backend, read_json, read_settings
+from nibblelm.tokenizer.files import FILES, TEMPLATES, Settings, load_backend, read_json, read_settings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as JsonTokenizer
@@ -73,14 +73,20 @@ class _Pieces(dict[int, str | None]):
 class Tokenizer:
     """Encodes, decodes and renders chats for one checkpoint; made by `load_tokenizer`."""
 
-    def __init__(self, backend: _Backend, decoder: dict[str, Any] | None, chat_template: str | None) -> None:
+    def __init__(
+        self,
+        backend: _Backend,
+        decoder: dict[str, Any] | None,
+        chat_template: str | None,
+        tool_template: str | None = None,
+    ) -> None:
         self._backend = backend
         self._special = dict(backend.special)
         self._special_ids = backend.special_ids
         self._pieces = _Pieces(lambda i: backend.id_to_token(i) if i >= 0 else None)
         self._shown = _Pieces(lambda i: None if self.is_special(i) else self._pieces[i])
         self._detokenizer = detokenizer_factory(decoder, self._decode_all)
-        self.chat_template = chat_template
+        self.chat_template, self._tool_template = chat_template, tool_template
         self.vocab_size: int = backend.size
         """Number of ids, added tokens included; a model's logits may be wider."""
 
@@ -142,6 +148,10 @@ class Tokenizer:
         token = self._special.get(name)
         return None if token is None else self._backend.token_to_id(token)
 
+    def template(self, with_tools: bool) -> str | None:
+        """The chat template, where there are tools the one named tool_use, if there is one; None without any."""
+        return (self._tool_template if with_tools else None) or self.chat_template
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str:
@@ -150,12 +160,13 @@ class Tokenizer:
         `kwargs` become variables of the template (tools, enable_thinking ...). Encode the result with
         `add_special_tokens=False`: the template writes bos itself. Raises TokenizerError.
         """
-        if self.chat_template is None:
+        template = self.template(bool(kwargs.get("tools")))
+        if template is None:
             raise TokenizerError("the checkpoint has no chat template; give a plain prompt instead")
         from nibblelm.tokenizer.chat_template import render
 
         variables = {"tools": None, "documents": None, **self._special, **kwargs}
-        return render(self.chat_template, messages, {**variables, "add_generation_prompt": add_generation_prompt})
+        return render(template, messages, {**variables, "add_generation_prompt": add_generation_prompt})
 
 
 class TextStream:
@@ -221,35 +232,47 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     if found is None:
         return None
     settings = read_settings(folder)
-    template = _chat_template(folder, settings)
+    templates = map(_chat_templates(folder, settings).get, ("default", "tool_use"))
     if found == "tokenizer.model":
         from nibblelm.tokenizer.sentencepiece_backend import SentencePieceBackend
 
         backend = SentencePieceBackend(folder / found, settings)
-        return Tokenizer(backend, backend.decoder, template)
+        return Tokenizer(backend, backend.decoder, *templates)
     loaded = load_backend(folder, settings)
     decoder = json.loads(loaded.decoder.__getstate__()) if loaded.decoder is not None else None
-    return Tokenizer(_JsonBackend(loaded, settings.special), decoder, template)
+    return Tokenizer(_JsonBackend(loaded, settings.special), decoder, *templates)
 
 
-def _chat_template(folder: Path, settings: Settings) -> str | None:
-    """chat_template.jinja, else chat_template.json, else tokenizer_config.json's one (or the one named default)."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise TokenizerError(f"{path} is not readable text: {error}") from error
-    template = read_json(folder / "chat_template.json").get("chat_template", settings.config.get("chat_template"))
-    if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-    if isinstance(template, dict):
-        if "default" not in template:
-            raise TokenizerError(f"{folder} has chat templates {sorted(map(str, template))} but none named default")
-        template = template["default"]
-    if template is not None and not isinstance(template, str):
-        raise TokenizerError(f"{folder}: the chat template is a {type(template).__name__}; text is expected")
-    return template
+def _chat_templates(folder: Path, settings: Settings) -> dict[str, str | None]:
+    """The chat templates by their names, of which `default` and `tool_use` are used: chat_template.jinja and those of
+    additional_chat_templates, else chat_template.json, else tokenizer_config.json's one or several."""
+    from nibblelm.checkpoint import file_in
+
+    named = sorted((folder / TEMPLATES).glob("*.jinja"))
+    files = {path.stem: file_in(path.parent, path.name, folder) for path in named}
+    files["default"] = file_in(folder, "chat_template.jinja") or files.get("default")
+    written = {name: _template_text(path) for name, path in files.items() if path is not None}
+    found: Any = {}
+    if written.get("default") is None:
+        found = read_json(folder / "chat_template.json").get("chat_template", settings.config.get("chat_template"))
+    if isinstance(found, list):
+        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+    if not isinstance(found, dict):
+        found = {"default": found}
+    found |= written
+    if "default" not in found:
+        raise TokenizerError(f"{folder} has chat templates {sorted(map(str, found))} but none named default")
+    for template in found.values():
+        if template is not None and not isinstance(template, str):
+            raise TokenizerError(f"{folder}: the chat template is a {type(template).__name__}; text is expected")
+    return found
+
+
+def _template_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} is not readable text: {error}") from error
 
 
 __all__ = ["TextStream", "Tokenizer", "load_tokenizer"]

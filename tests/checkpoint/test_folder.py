@@ -242,3 +242,21 @@ def test_importing_the_reader_does_not_import_heavy_libraries() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_what_others_make_is_named(tmp_path: Path) -> None:
+    for name, text in (("adapter_config.json", "is an adapter: merge it"), ("model-Q4_0.gguf", "is for llama.cpp")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text("{}")
+        with pytest.raises(ConfigError, match=text):
+            Checkpoint(folder)
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        with pytest.raises(CheckpointError, match=text):
+            Checkpoint(folder)
+    with pytest.raises(CheckpointError, match=r"is a GGUF file, for llama\.cpp"):
+        resolve(tmp_path / "model-Q4_0.gguf" / "model-Q4_0.gguf")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match="is a pointer of Git LFS"):
+        Checkpoint(tmp_path).names()

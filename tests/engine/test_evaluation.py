@@ -121,6 +121,9 @@ def test_command_on_text(data_dir, tmp_path, capsys):
     assert f"perplexity {found['ppl']:.4f}" in shown
     assert main([*command[:-2], "--against", str(source)]) == 0
     assert "KL divergence" in capsys.readouterr().out
+    for separator in ("ZZZ", ""):
+        assert main([*command[:-1], separator]) == 1
+        assert f"the separator {separator!r} is not in the text" in capsys.readouterr().err
 
 
 def test_what_8_bit_activations_cost(data_dir, tmp_path, capsys):

@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordLevel
 
+from nibblelm import convert
 from nibblelm.errors import CheckpointError, TokenizerError
 from nibblelm.tokenizer import TextStream, Tokenizer, load_tokenizer
 from nibblelm.tokenizer.files import FILES
@@ -229,6 +230,34 @@ def test_where_templates_are_found(files: dict[str, str], expected: str | None, 
     assert tokenizer.chat_template == expected
 
 
+@pytest.mark.parametrize("in_files", [True, False])
+def test_tools_have_a_template_of_their_own(in_files: bool, data_dir: Path, tmp_path: Path) -> None:
+    """As transformers chooses, and `convert` keeps it."""
+    texts = {"default": "A{{ messages[0].content }}", "tool_use": "T{{ tools | length }}", "rag": "R"}
+    source, out = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(data_dir / "checkpoints/stories260K", source)
+    if in_files:
+        (source / "chat_template.jinja").write_text(texts["default"])
+        (source / "additional_chat_templates").mkdir()
+        for name in ("tool_use", "rag"):
+            (source / "additional_chat_templates" / f"{name}.jinja").write_text(texts[name])
+    else:
+        known = json.loads((source / "tokenizer_config.json").read_text())
+        named = [{"name": name, "template": text} for name, text in texts.items()]
+        (source / "tokenizer_config.json").write_text(json.dumps(known | {"chat_template": named}))
+    convert(source, out)
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+    from transformers import AutoTokenizer
+
+    for folder in (source, out):
+        tokenizer, theirs = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+        assert tokenizer is not None
+        for tools in ([tool, tool], None):
+            want: Any = theirs.apply_chat_template(CHAT[:1], tools=tools, tokenize=False)
+            assert tokenizer.apply_chat_template(CHAT[:1], tools=tools) == want
+            assert want[0] == ("T" if tools else "A")
+
+
 def test_a_class_for_bpe_beside_another_kind_of_model(tmp_path: Path) -> None:
     Backend(WordLevel({"a": 0, "b": 1}, "a")).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
@@ -329,3 +358,20 @@ def test_import_stays_light() -> None:
     code = f"import sys, nibblelm.tokenizer; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_a_model_without_a_dummy_prefix_keeps_a_leading_space(spm_folder: Path, tmp_path: Path) -> None:
+    """As SentencePiece itself decodes."""
+    import sentencepiece
+
+    from nibblelm.tokenizer.sentencepiece_backend import NO_DUMMY_PREFIX
+
+    proto = (spm_folder / "tokenizer.model").read_bytes() + NO_DUMMY_PREFIX
+    (tmp_path / "tokenizer.model").write_bytes(proto)
+    tokenizer, model = load_tokenizer(tmp_path), sentencepiece.SentencePieceProcessor(model_proto=proto)
+    assert tokenizer is not None
+    for text in (" the cat", "    return 3", "the cat", " "):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == model.encode(text)
+        stream = TextStream(tokenizer)
+        assert tokenizer.decode(ids) == model.decode(ids) == "".join([*map(stream.push, ids), stream.flush()]) == text

@@ -286,7 +286,7 @@ def test_record(save, tmp_path):
         (dict(rotate=1), "rotate is 1"),
         (dict(seed=1.5, rotate=True), "seed is 1.5"),
         (dict(samples="3", method="gptq"), "samples is '3'"),
-        (dict(samples=3), "method mse looks at no text; samples"),
+        (dict(samples=3), "samples are for gptq, awq; method mse takes none"),
         (dict(seed=0), "method mse draws nothing; a seed"),
         (dict(threads=0), "threads is 0"),
         (dict(threads="2"), "threads is '2'"),
@@ -327,7 +327,7 @@ def test_refuses_missing_unexpected_and_misshapen_tensors(save, tmp_path):
         convert(source, tmp_path / "out")
     source = save("llama")
     edit(source, lambda state: state.update({"model.layers.1.mlp.up_proj.weight": torch.ones(171, 64).bfloat16()}))
-    with pytest.raises(ConvertError, match=r"up_proj.weight has shape \[171, 64\]; config.json says \[172, 64\]"):
+    with pytest.raises(CheckpointError, match=r"up_proj.weight has shape \[171, 64\]; config.json says \[172, 64\]"):
         convert(source, tmp_path / "out")
     source = save("llama")
     edit(source, lambda state: state.update({"model.layers.1.mlp.up_proj.weight": torch.ones(172, 64).double()}))
