@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print(
         f"protocol         windows of {p['ctx']} positions {p['stride']} tokens apart, {start}: {figures['windows']} "
-        f"windows, {figures['tokens']} tokens predicted"
+        f"windows of {p['documents']} documents, {figures['tokens']} tokens predicted"
     )
     print(f"perplexity       {shown_perplexity(figures)}")
     if args.against:
