@@ -51,7 +51,7 @@ cuda: .venv/.installed
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/cuda-wheel . \
 		-C cmake.define.NIBBLELM_CUDA=ON -C cmake.define.NIBBLELM_CUDA_ARCHS=90a -C build-dir=build/cuda
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/cuda-wheel/site build/cuda-wheel/*.whl
-	cd build/cuda-wheel/site/nibblelm && $(CURDIR)/$(BIN)/python -c "import _cuda; print(_cuda.__doc__)"
+	cd build/cuda-wheel/site/nibblelm && "$(CURDIR)/$(BIN)/python" -c "import _cuda; print(_cuda.__doc__)"
 
 # One wheel with both extensions, CUDA for every architecture of csrc/CMakeLists.txt: long to build, quick to install
 wheel: .venv/.installed
