@@ -18,7 +18,7 @@ import torch
 from nibblelm.choosing import Choice
 from nibblelm.errors import EngineError, RequestError
 from nibblelm.executor import Executor
-from nibblelm.readers import Reader, Waker, collect
+from nibblelm.readers import Channel, Reader, Waker, collect
 from nibblelm.request import LogitsRequest, Request
 from nibblelm.runner import Runner
 from nibblelm.scheduler import Scheduler, Sequence
@@ -73,7 +73,7 @@ class Engine:
             root=core.runner.root(request.ids),
             whole=core.runner.bidirectional,
         )
-        channel = _Channel(stream)
+        channel = Channel(stream)
         with self._lock:
             if core.end is not None:
                 raise core.end()
@@ -152,7 +152,7 @@ class Engine:
 class Handle:
     """One request of an engine. Dropping it aborts the request, as `abort` does."""
 
-    def __init__(self, engine: Engine, core: "_Core", sequence: Sequence, channel: "_Channel") -> None:
+    def __init__(self, engine: Engine, core: "_Core", sequence: Sequence, channel: Channel) -> None:
         self._engine = engine  # which lives for as long as anyone reads
         self._core, self._sequence, self._channel = core, sequence, channel
         self._ended = False
@@ -249,28 +249,6 @@ class Handle:
         return item
 
 
-class _Channel:
-    """What the engine's thread has for one reader."""
-
-    def __init__(self, stream: bool) -> None:
-        self.stream = stream
-        self.items: SimpleQueue[tuple[Any, bool]] = SimpleQueue()
-        self.sent = self.read = 0  # each is written by one side alone
-        self.held = False  # the sequence sits out
-        self.reader: Reader | None = None
-
-    @property
-    def backlog(self) -> int:
-        return self.sent - self.read
-
-    def put(self, item: Any, last: bool = False) -> None:
-        if self.stream or last:
-            self.sent += 1
-            self.items.put((item, last))
-            if (reader := self.reader) is not None:
-                reader.tell()
-
-
 class _Core:
     """What the thread works on. It knows neither the Engine nor the handles, whose end it waits for."""
 
@@ -284,7 +262,7 @@ class _Core:
         self.stats = Stats()
         self._scheduler, self._executor = scheduler, Executor(runner, scheduler, self.stats)
         self.runner, self._speculation = runner, speculation
-        self.channels: dict[Sequence, _Channel] = {}
+        self.channels: dict[Sequence, Channel] = {}
 
     def run(self) -> None:
         """The thread: steps until it is told to end, or a step fails."""
@@ -314,7 +292,7 @@ class _Core:
         self.channels.clear()
         self._wake()
 
-    def add(self, sequence: Sequence, channel: _Channel) -> None:
+    def add(self, sequence: Sequence, channel: Channel) -> None:
         try:
             self._scheduler.add(sequence)
         except RequestError as error:
@@ -324,12 +302,12 @@ class _Core:
         else:
             self.channels[sequence] = channel
 
-    def abort(self, sequence: Sequence, _channel: _Channel) -> None:
+    def abort(self, sequence: Sequence, _channel: Channel) -> None:
         if sequence in self.channels:
             self.stats.end("abort")
         self._finish(sequence)
 
-    def resume(self, sequence: Sequence, channel: _Channel) -> None:
+    def resume(self, sequence: Sequence, channel: Channel) -> None:
         if channel.held and sequence in self.channels:  # its last token may have come after it was parked
             channel.held = False
             self._scheduler.resume(sequence)

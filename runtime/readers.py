@@ -4,6 +4,7 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 
@@ -124,3 +125,25 @@ class Waker:
         self._called = False  # before looking: what comes from now on calls again
         while self.due:
             self.due.popleft().news()
+
+
+class Channel:
+    """What the engine's thread has for one reader, of whatever kind."""
+
+    def __init__(self, stream: bool) -> None:
+        self.stream = stream
+        self.items: SimpleQueue[tuple[Any, bool]] = SimpleQueue()
+        self.sent = self.read = 0  # each is written by one side alone
+        self.held = False  # the sequence sits out
+        self.reader: Reader | None = None
+
+    @property
+    def backlog(self) -> int:
+        return self.sent - self.read
+
+    def put(self, item: Any, last: bool = False) -> None:
+        if self.stream or last:
+            self.sent += 1
+            self.items.put((item, last))
+            if (reader := self.reader) is not None:
+                reader.tell()

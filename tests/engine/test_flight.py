@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nibblelm import LLM, SamplingParams, choosing, decode_steps, engine_core, executor, mixed_steps, scheduler
+from nibblelm import LLM, SamplingParams, choosing, decode_steps, engine_core, executor, mixed_steps, readers, scheduler
 from nibblelm.decode_steps import DecodeStep, SampledSteps
 from nibblelm.ops import PAGE, SamplingState
 from nibblelm.ops.devices import kernels
@@ -219,7 +219,7 @@ def test_a_parked_sequence_that_gets_another_token_goes_on() -> None:
     """A draft, or the step that was ahead, goes on behind the token that parked it; its reader catches up while that
     token is delivered, between two looks at what waits."""
 
-    class Channel(engine_core._Channel):
+    class Channel(readers.Channel):
         looks = 0  # until the reader catches up
 
         @property
@@ -231,7 +231,7 @@ def test_a_parked_sequence_that_gets_another_token_goes_on() -> None:
 
     core = engine_core._Core.__new__(engine_core._Core)
     core.inbox, core.stats, core.finished, core.end = SimpleQueue(), Stats(), 0, None
-    core._scheduler, core._speculation, core._channels = Scheduler(2, 64, (512, 64)), None, {}
+    core._scheduler, core._speculation, core.channels = Scheduler(2, 64, (512, 64)), None, {}
     piece = SimpleNamespace(output=None, token_id=None)
     sequence = scheduler.Sequence([1, 2], 2, 2000, owner=SimpleNamespace(accept=lambda choice: piece))
     channel = Channel(stream=True)
