@@ -86,7 +86,7 @@ def _check_names(schema: dict[str, Any], what: str) -> None:
     """SchemaError where names that are left open, of which one may come twice, would have to make up a number."""
     least, required, kind = schema.get("minProperties", 0), schema.get("required"), schema.get("type", "object")
     closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
-    if closed or not _is_number(least) or "object" not in kind:
+    if closed or not _is_number(least) or "object" not in (kind if isinstance(kind, list) else [kind]):
         return
     certain = max(1, len(set(map(str, required))) if isinstance(required, list) else 0)
     if least > certain:

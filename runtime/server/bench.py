@@ -31,6 +31,9 @@ WORDS = (
 LONGEST = 1024
 """Words of a prompt, tokens of an answer, that a load has unasked."""
 
+AMPLE = 8 * LONGEST
+"""A context that shortens neither: a word may take four tokens, and both have a half of it."""
+
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 """What reading a server's JSON may raise."""
 
@@ -79,14 +82,14 @@ Arrival = tuple[float, dict[str, Any]]
 
 async def measured(url: str, model: str | None, key: str | None, load: Load) -> tuple[list[Result], float]:
     """Every request's result, and the seconds from the first arrival to the last end."""
-    context = LONGEST * 8
+    context = AMPLE
     if model is None:
-        model, context = await _Target(url, key).first_model(context)
+        model, context = await _Target(url, key).first_model()
     return await answered(url, key, arrivals(load, model, context), load.concurrency)
 
 
-def arrivals(load: Load, model: str, context: int = LONGEST * 8) -> Iterator[Arrival]:
-    """The requests of a load, as they come; a word may take four tokens of a context."""
+def arrivals(load: Load, model: str, context: int = AMPLE) -> Iterator[Arrival]:
+    """The requests of a load, as they come, that fit a context of so many tokens."""
     rng, due = random.Random(load.seed), 0.0
     longest_prompt = load.longest_prompt or max(1, min(LONGEST, context // 8))
     longest_answer = load.longest_answer or max(1, min(LONGEST, context // 2))
@@ -202,13 +205,13 @@ class _Target:
         self._fields = f"host: {parts.netloc.rpartition('@')[2]}\r\nconnection: close\r\n"
         self._fields += "" if key is None else f"authorization: Bearer {key}\r\n"
 
-    async def first_model(self, context: int) -> tuple[str, int]:
-        """The first that the server lists, and its context, or `context` where it does not tell."""
+    async def first_model(self) -> tuple[str, int]:
+        """The first that the server lists, and its context, AMPLE where it does not tell."""
         text = b"\n".join([line async for line in self._lines("GET", "/v1/models", b"")])
         try:
             first = json.loads(text)["data"][0]
             told = first.get("max_model_len")
-            return str(first["id"]), told if isinstance(told, int) and told > 0 else context
+            return str(first["id"]), told if isinstance(told, int) and told > 0 else AMPLE
         except UNREADABLE as error:
             shown = text[:150].decode(errors="replace")
             raise RequestError(f"/v1/models lists no model: {shown!r}; name one with --served-model") from error

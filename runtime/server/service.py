@@ -277,10 +277,9 @@ async def read_body(request: HttpRequest) -> Fields:
     kind, encoding = headers.get(b"content-type", b""), headers.get(b"content-encoding", b"").strip()
     if encoding.lower() not in (b"", b"identity"):
         raise ApiError(415, f"Content-Encoding is {encoding.decode('latin-1'):.60}; send the body as it is")
-    too_long = ApiError(413, f"the body has more than {MOST_BYTES} bytes", headers={"connection": "close"})
     announced = headers.get(b"content-length", b"").lstrip(b"0") or b"0"  # a number: httptools refuses others
     if b"expect" in headers and (len(announced) > 18 or int(announced) > MOST_BYTES):  # who does not ask has begun
-        raise too_long
+        raise _too_long()
     if kind.split(b";")[0].strip().lower() != b"application/json":
         raise ApiError(415, "the body has to be JSON, sent with the header Content-Type: application/json")
 
@@ -293,12 +292,16 @@ async def read_body(request: HttpRequest) -> Fields:
                 raise ClientDisconnect
             body += message["body"]
             if len(body) > MOST_BYTES:
-                raise too_long
+                raise _too_long()
             more = message["more_body"]
         return bytes(body)
 
     whole = request.scope["state"][CONNECTION].heard  # as it mostly is: then there is nothing to limit
     return Fields(parse(await (read() if whole else within(BODY_S, read(), "the body"))))
+
+
+def _too_long() -> ApiError:
+    return ApiError(413, f"the body has more than {MOST_BYTES} bytes", headers={"connection": "close"})
 
 
 async def within(seconds: float, work: Awaitable[T], what: str) -> T:

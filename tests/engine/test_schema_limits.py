@@ -63,8 +63,11 @@ def test_a_number_of_names_that_may_come_twice_is_refused(llm: LLM) -> None:
     closed = named | {"additionalProperties": False}
     both = named | {"required": ["a", "b"]}
     shown = {"type": "object", "default": named, "examples": [named]}
-    for schema in closed, free | {"minProperties": 1}, both, shown, {"type": "string", "minProperties": 3}:
+    others = [{"type": kind, "minProperties": 3} for kind in ("string", 5, None, {"a": 1})]  # some are no types
+    for schema in closed, free | {"minProperties": 1}, both, shown, *others:
         assert exact_schema(schema) == schema
+    with pytest.raises(SchemaError, match="cannot be"):
+        llm.generate("A", max_tokens=4, schema=others[1])
 
 
 def test_a_format_that_json_schema_does_not_know_says_nothing(llm: LLM) -> None:
