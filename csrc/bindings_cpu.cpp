@@ -111,9 +111,17 @@ void bind_linear(py::module_& m) {
   m.def(
       "quantized_linear",
       [](const nibblelm::QuantizedPanels& weight, uintptr_t x, uintptr_t bias, uintptr_t out, int64_t rows,
-         int64_t x_stride, int64_t out_stride, int digits) {
-        Program::run(&Kernels::quantized_linear, {&weight, pointer<float>(x), pointer<float>(bias), pointer<float>(out),
-                                                  rows, x_stride, out_stride, digits});
+         int64_t x_stride, int64_t out_stride, int digits, int form, bool gated) {
+        Program::run(&Kernels::quantized_linear,
+                     {&weight,
+                      pointer<float>(x),
+                      pointer<float>(bias),
+                      pointer<float>(out),
+                      rows,
+                      x_stride,
+                      out_stride,
+                      digits,
+                      {static_cast<nibblelm::Activation>(form < 0 ? 0 : form), form >= 0, gated}});
       },
       Unlocked());
   m.def(

@@ -9,13 +9,23 @@
 
 namespace nibblelm {
 
+enum class Activation : int { silu = 0, gelu_tanh = 1, gelu_erf = 2, softcap = 3, relu = 4, scale = 5 };
+
+// What is done with the products of a linear. gated: the first half of the columns is activated and multiplied with the
+// second, so that there are half as many; the weight then has a multiple of 2 kPanelRows rows.
+struct After {
+  Activation form;
+  bool activates, gated;
+};
+
 struct QuantizedLinearArgs {
   const QuantizedPanels* weight;
   const float* x;     // (m, k), row stride x_stride
   const float* bias;  // (n) or null
-  float* out;         // (m, n), row stride out_stride
+  float* out;         // (m, n) or, gated, (m, n / 2), row stride out_stride
   int64_t m, x_stride, out_stride;
   int activation_digits;  // 1, 2 or 3 signed bytes per activation
+  After after;
 };
 
 struct FullLinearArgs {
@@ -91,8 +101,6 @@ struct AttentionArgs {
   const float* mask;      // (m, mask_columns), added to the scores, rows mask_stride apart; or null
   int64_t mask_stride, mask_columns;
 };
-
-enum class Activation : int { silu = 0, gelu_tanh = 1, gelu_erf = 2, softcap = 3, relu = 4, scale = 5 };
 
 struct ActivationArgs {
   const float* x;  // (m, width), or gated (m, 2 width): activation(gate) * up; stride

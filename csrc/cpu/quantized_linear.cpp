@@ -6,9 +6,8 @@
 //
 // Where one digit is asked for and a few values stand out from their group, the scale is that of the others: the two
 // blocks of eight k that hold the largest values get a second digit. Its products are integers too, and few.
-#include "cpu/kernels.h"
+#include "cpu/activation.h"
 #include "cpu/team.h"
-#include "cpu/vec.h"
 #if defined(__AVX512VNNI__)
 #include "cpu/dot_avx512.h"
 #elif defined(__AVX2__) && !defined(__AVXVNNI__)
@@ -30,6 +29,8 @@ constexpr int64_t kPrefetchBytes{
 constexpr int64_t kMostTokens{512};  // per work item: their sums for one panel fill 128 KiB
 constexpr int64_t kFewestTokens{48};  // the same when there are too few panels for the threads
 constexpr int kPanelTiles{kPanelRows / kTileRows};
+constexpr int64_t kSmallWidth{512};  // of a group whose sums of byte codes times digits are below 2^24
+static_assert(kSmallWidth * 255 * 128 < 1 << 24);
 
 // The blocks of a group with a second digit.
 struct High {
@@ -65,8 +66,12 @@ NIBBLE_INLINE int32_t largest_of(const float* x, int64_t width) {
   return max_lanes(largest);
 }
 
-// The largest magnitude outside of the kMostHigh blocks that hold the largest ones, as bits.
-NIBBLE_INLINE int32_t largest_of_the_rest(const float* x, int64_t width) {
+// The largest magnitude, and that outside of the kMostHigh blocks that hold the largest ones, as bits.
+struct Largest {
+  int32_t all, rest;
+};
+
+NIBBLE_INLINE Largest largest_by_block(const float* x, int64_t width) {
   I32 largest[kMostHigh + 1];  // blocks at even places in lanes 0 to 7, at odd ones in 8 to 15; falling
   for (auto& place : largest) place = set1(0);
   for (int64_t i = 0; i < width; i += kLanes) {
@@ -81,7 +86,8 @@ NIBBLE_INLINE int32_t largest_of_the_rest(const float* x, int64_t width) {
   for (int i = 0; i <= kMostHigh; ++i) store(lanes[i], largest[i]);
   int even = 0, odd = 0;  // how many of each kind are larger than the one looked for
   while (even + odd < kMostHigh) lanes[even][0] < lanes[odd][kLanes - 1] ? ++odd : ++even;
-  return static_cast<int32_t>(max(lanes[even][0], lanes[odd][kLanes - 1]));
+  return {static_cast<int32_t>(max(lanes[0][0], lanes[0][kLanes - 1])),
+          static_cast<int32_t>(max(lanes[even][0], lanes[odd][kLanes - 1]))};
 }
 
 // Enter the blocks of eight lanes that are not zero.
@@ -105,13 +111,14 @@ NIBBLE_INLINE void quantize_group(const float* x, int64_t width, int64_t group, 
                                   float* scale, int32_t* sums, uint8_t* high_count, High* high) {
   constexpr int32_t kLimit = kDigits == 1 ? 127 : kDigits == 2 ? 127 * 257 : 127 * 65793;
   constexpr int32_t kLargest = kDigits == 1 ? 127 * 257 : kLimit;
-  const int32_t top = largest_of(x, width);
+  const Largest found = kDigits == 1 ? largest_by_block(x, width) : Largest{largest_of(x, width), 0};
+  const int32_t top = found.all;
   float largest = as_float(top);
   const bool finite = top < 0x7f800000;
   const bool usable = finite && largest > 0x1p-100f;  // smaller ones would overflow the reciprocal: taken as zero
   bool divided = false;                               // into blocks with one digit and with two
   if constexpr (kDigits == 1) {
-    const float rest = usable ? as_float(largest_of_the_rest(x, width)) : largest;
+    const float rest = usable ? as_float(found.rest) : largest;
     divided = largest > least_gain(group) * rest;
     if (divided) largest = __builtin_fmaxf(rest, largest * (1.0f / 257.0f));
     *high_count = 0;
@@ -331,7 +338,8 @@ void add_minimum(const Group& group, const Activations& a, int64_t token, int64_
 }
 
 // total += scale * dot products, where dot(row, tile) are those of row = token * kDigits + digit, constants both.
-template <int kDigits, int kTokens, typename Dot>
+// kSmall: every integer is below 2^24, so that the zero-point may be taken off in fp32.
+template <int kDigits, int kTokens, bool kSmall, typename Dot>
 NIBBLE_INLINE void add_dots(const Group& group, const Activations& a, int64_t token, int64_t g, const Dot& dot,
                             float (*total)[kPanelRows]) {
   const float* scale = a.scale + token * a.groups + g;
@@ -343,8 +351,10 @@ NIBBLE_INLINE void add_dots(const Group& group, const Activations& a, int64_t to
       F32 value = set1(0.0f);
       unroll<kDigits>([&](auto i) NIBBLE_LAMBDA {  // from the most significant digit down
         constexpr int kDigit = kDigits - 1 - i;
-        const I32 sum = set1(sums[m * a.groups * kDigits + kDigit]);
-        const F32 digit = to_float(dot(std::integral_constant<int, m * kDigits + kDigit>{}, t) - zero * sum);
+        const I32 product = dot(std::integral_constant<int, m * kDigits + kDigit>{}, t);
+        const int32_t sum = sums[m * a.groups * kDigits + kDigit];
+        const F32 digit = kSmall ? fma(to_float(zero), set1(static_cast<float>(-sum)), to_float(product))
+                                 : to_float(product - zero * set1(sum));
         value = i == 0 ? digit : fma(value, set1(256.0f), digit);
       });
       float* out = total[m] + t * kLanes;
@@ -399,9 +409,10 @@ __attribute__((noinline)) void add_group(const Group& group, const Activations& 
   bool any_high = false;
   if constexpr (kDigits == 1) any_high = high_dots<kCodes>(group, a, token * a.groups + g, products, places);
   const auto add = [&](const auto& dot) NIBBLE_LAMBDA {
-    if (!any_high) return add_dots<kDigits, kTokens>(group, a, token, g, dot, total);
+    if (!any_high && width <= kSmallWidth) return add_dots<kDigits, kTokens, true>(group, a, token, g, dot, total);
+    if (!any_high) return add_dots<kDigits, kTokens, false>(group, a, token, g, dot, total);
     const auto with_high = [&](auto row, auto t) NIBBLE_LAMBDA { return dot(row, t) + load(places[row] + t * kLanes); };
-    if constexpr (kDigits == 1) add_dots<kDigits, kTokens>(group, a, token, g, with_high, total);
+    if constexpr (kDigits == 1) add_dots<kDigits, kTokens, false>(group, a, token, g, with_high, total);
   };
   if constexpr (kInRegisters) {
 #if defined(__AVX512VNNI__)
@@ -437,41 +448,51 @@ void add_groups(const PanelReader& panel, const Group* groups, int64_t g, int64_
   }
 }
 
-void finish(const QuantizedLinearArgs& args, const float* row_scale, int64_t first, int64_t token, int64_t end,
-            const float (*total)[kPanelRows]) {
-  for (; token < end; ++token, ++total) {
-    for (int row = 0; row < kPanelRows && first + row < args.weight->n; row += kLanes) {
-      const int n = static_cast<int>(min(kLanes, args.weight->n - first - row));
-      F32 y = load(*total + row);
-      if (args.bias != nullptr) {
-        y = fma(y, load(row_scale + row), load_first(args.bias + first + row, n));
-      } else {
-        y = y * load(row_scale + row);
-      }
-      store_first(args.out + token * args.out_stride + first + row, y, n);
-    }
+// A panel's products: of each token 64, to be scaled.
+struct Products {
+  const float (*total)[kPanelRows];
+  const float* row_scale;
+  int64_t first;  // row of the weight
+
+  F32 scaled(const QuantizedLinearArgs& args, int64_t token, int row, int n) const {
+    const F32 sum = load(total[token] + row), factor = load(row_scale + row);
+    return args.bias == nullptr ? sum * factor : fma(sum, factor, load_first(args.bias + first + row, n));
   }
+};
+
+// up: what activated products are multiplied with, or null.
+void finish(const QuantizedLinearArgs& args, const Products& products, const Products* up, int64_t token, int64_t end) {
+  const auto store_all = [&](const auto& activated) NIBBLE_LAMBDA {
+    for (int64_t i = 0; i < end - token; ++i) {
+      float* out = args.out + (token + i) * args.out_stride + products.first;
+      for (int row = 0; row < kPanelRows && products.first + row < args.weight->n; row += kLanes) {
+        const int n = static_cast<int>(min(kLanes, args.weight->n - products.first - row));
+        F32 y = activated(products.scaled(args, i, row, n));
+        if (up != nullptr) y = y * up->scaled(args, i, row, n);
+        store_first(out + row, y, n);
+      }
+    }
+  };
+  if (!args.after.activates) return store_all([](F32 y) NIBBLE_LAMBDA { return y; });
+  with_form(args.after.form, [&](auto form) NIBBLE_LAMBDA {
+    store_all([](F32 y) NIBBLE_LAMBDA { return activation<decltype(form)::value>(y, 0.0f); });
+  });
 }
 
 constexpr int block_tokens(int digits) { return kBlockRows / digits > 0 ? kBlockRows / digits : 1; }
 
-// One panel for tokens [token, end).
+// total (tokens, 64) = what a panel gives for tokens [token, end).
 template <int kDigits>
-void multiply(const QuantizedLinearArgs& args, const Activations& a, int64_t index, int64_t token, int64_t end) {
+void multiply(const QuantizedLinearArgs& args, const Activations& a, PanelReader& panel, bool streamed, int64_t token,
+              int64_t end, float (*total)[kPanelRows], uint8_t* scratch) {
   constexpr int kTokens = block_tokens(kDigits);
   const QuantizedPanels& w = *args.weight;
-  const bool streamed = end - token <= 2 * kTokens;
-  const int64_t total_bytes = (end - token) * kPanelRows * int64_t{sizeof(float)};
-  auto* scratch =
-      static_cast<uint8_t*>(local_scratch(static_cast<size_t>(total_bytes) + PanelReader::scratch_bytes(a.group)));
-  auto* total = reinterpret_cast<float (*)[kPanelRows]>(scratch);
-  std::memset(scratch, 0, static_cast<size_t>(total_bytes));
-  PanelReader panel(w, index, a.group, w.bits == 4 && !streamed);
+  std::memset(total, 0, static_cast<size_t>(end - token) * sizeof(*total));
   // Streaming decodes scales one group at a time, close behind the prefetch.
   const int64_t step = streamed && w.groups > 1 ? 1 : PanelReader::groups_at_once(a.group);
   for (int64_t g = 0; g < a.groups; g += step) {
     const int64_t count = min(step, a.groups - g);
-    const Group* groups = panel.read(g, count, scratch + total_bytes);
+    const Group* groups = panel.read(g, count, scratch);
     if (!streamed) {
       w.bits == 4 ? add_groups<kExpanded, kDigits, kTokens, false>(panel, groups, g, count, a, token, end, total)
                   : add_groups<Codes::bytes, kDigits, kTokens, false>(panel, groups, g, count, a, token, end, total);
@@ -481,7 +502,29 @@ void multiply(const QuantizedLinearArgs& args, const Activations& a, int64_t ind
       add_groups<Codes::bytes, kDigits, kTokens, true>(panel, groups, g, count, a, token, end, total);
     }
   }
-  finish(args, panel.row_scale(), index * kPanelRows, token, end, total);
+}
+
+// One panel, or a panel of gates and that of their ups, for tokens [token, end).
+template <int kDigits>
+void run_panel(const QuantizedLinearArgs& args, const Activations& a, int64_t index, int64_t token, int64_t end) {
+  const QuantizedPanels& w = *args.weight;
+  const bool streamed = end - token <= 2 * block_tokens(kDigits);
+  const int64_t totals = (end - token) * (args.after.gated ? 2 : 1);
+  const int64_t total_bytes = totals * kPanelRows * int64_t{sizeof(float)};
+  auto* memory =
+      static_cast<uint8_t*>(local_scratch(static_cast<size_t>(total_bytes) + PanelReader::scratch_bytes(a.group)));
+  auto* total = reinterpret_cast<float (*)[kPanelRows]>(memory);
+  const auto compute = [&](PanelReader& panel, int64_t at, float (*to)[kPanelRows]) {
+    multiply<kDigits>(args, a, panel, streamed, token, end, to, memory + total_bytes);
+    return Products{to, panel.row_scale(), at * kPanelRows};
+  };
+  PanelReader panel(w, index, a.group, w.bits == 4 && !streamed);
+  const Products products = compute(panel, index, total);
+  if (!args.after.gated) return finish(args, products, nullptr, token, end);
+  const int64_t up_index = index + w.panels() / 2;
+  PanelReader up_panel(w, up_index, a.group, w.bits == 4 && !streamed);
+  const Products ups = compute(up_panel, up_index, total + (end - token));
+  finish(args, products, &ups, token, end);
 }
 
 template <int kDigits>
@@ -502,13 +545,14 @@ void run(const QuantizedLinearArgs& args) {
   a.digits = reinterpret_cast<int8_t*>(a.high_count + high);
   quantize_activations<kDigits>(args, a);
 
-  const int64_t split = min(args.m, w.panels() >= 8 * threads() ? kMostTokens : kFewestTokens);
+  const int64_t together = args.after.gated ? 2 : 1, panels = w.panels() / together;
+  const int64_t split = min(args.m, panels >= 8 * threads() ? kMostTokens : kFewestTokens);
   const int64_t splits = (args.m + split - 1) / split;
-  const int64_t cost = w.panel_bytes() * split + 1;  // threads pay off from about 32 KiB of codes on
-  parallel_for(w.panels() * splits, 1 + 32768 / cost, [&](int64_t begin, int64_t end) {
+  const int64_t cost = w.panel_bytes() * together * split + 1;  // threads pay off from about 32 KiB of codes on
+  parallel_for(panels * splits, 1 + 32768 / cost, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
       const int64_t token = item % splits * split;
-      multiply<kDigits>(args, a, item / splits, token, min(token + split, args.m));
+      run_panel<kDigits>(args, a, item / splits, token, min(token + split, args.m));
     }
   });
 }

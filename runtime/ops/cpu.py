@@ -7,11 +7,12 @@ from torch import Tensor
 
 from nibblelm import _cpu
 from nibblelm.ops import reference
-from nibblelm.ops.cpu_program import Program, capture, keep, through_reference  # noqa: F401 (asked for by `ops`)
-from nibblelm.ops.types import PAGE, Int8Pages, PackedLinear, Pages, QuantizedWeight, Weight
+from nibblelm.ops.cpu_checks import FLOATS, describe, dtype_name, flat, indices, row_stride
+from nibblelm.ops.cpu_linear import ACTIVATIONS, linear, linear_activation, pack_linear, quantized_part
+from nibblelm.ops.cpu_program import Program, capture, keep, through_reference
+from nibblelm.ops.types import PAGE, Int8Pages, Pages, QuantizedWeight, Weight
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_ACTIVATIONS = ("silu", "tanh", "erf", "softcap", "relu", "scale")  # in the order of csrc/cpu/kernels.h
+__all__ = ["Program", "capture", "linear", "linear_activation", "pack_linear"]
 
 
 def keep_freed_memory() -> None:
@@ -26,98 +27,6 @@ def set_threads(count: int) -> None:
     _cpu.set_threads(min(count, _cpu.usable_cores()))
 
 
-# ---------------------------------------------------------------------------------------------- checks
-
-
-def _describe(x: Tensor) -> str:
-    return f"{tuple(x.shape)} {x.dtype} on {x.device} with strides {x.stride()}"
-
-
-def _rows(name: str, x: Tensor, dims: int, shape: Sequence[int | None] = ()) -> int:
-    """The stride of the first dimension of an fp32 tensor whose other dimensions are contiguous."""
-    wanted = tuple(shape) or (None,) * dims
-    good = x.ndim == dims and x.dtype == torch.float32 and x.device.type == "cpu"
-    good = good and all(size in (None, got) for size, got in zip(wanted, x.shape, strict=True))
-    step = 1
-    for i in range(dims - 1, 0, -1) if good else ():
-        good = good and (x.stride(i) == step or x.shape[i] == 1)
-        step *= x.shape[i]
-    if not good:
-        sizes = ", ".join("*" if size is None else str(size) for size in wanted)
-        raise ValueError(f"{name} must be fp32 ({sizes}) on the CPU, contiguous in each row, got {_describe(x)}")
-    return x.stride(0) if x.shape[0] > 1 else step
-
-
-def _flat(name: str, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """The address of a contiguous tensor of exactly this shape and dtype."""
-    if tuple(x.shape) != tuple(shape) or x.dtype != dtype or x.device.type != "cpu" or not x.is_contiguous():
-        raise ValueError(f"{name} must be contiguous {tuple(shape)} {dtype} on the CPU, got {_describe(x)}")
-    return x.data_ptr()
-
-
-def _indices(name: str, x: Tensor, count: int) -> int:
-    return _flat(name, x, (count,), torch.int32)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-# ---------------------------------------------------------------------------------------------- linear
-
-
-def _quantized_part(weight: QuantizedWeight) -> tuple[int, int, int, int, int]:
-    """Addresses of a quantized weight's tensors and its number of rows, after checking their shapes."""
-    (n, k), per_word, groups = weight.shape, 32 // weight.bits, weight.groups
-    if weight.bits not in (4, 8) or n < 1 or k < 1 or (weight.group_size != -1 and weight.group_size % 8):
-        raise ValueError(
-            f"a quantized weight must have 4 or 8 bits and groups of a multiple of 8 or -1 (one per row), got "
-            f"{weight.bits} bits, groups of {weight.group_size}, shape {weight.shape}"
-        )
-    if weight.scale.dtype not in _FLOATS or (weight.minimum is not None and weight.zero_point is not None):
-        raise ValueError(f"scales must be fp32, bf16 or fp16, with a zero-point or a minimum, got {weight.scale.dtype}")
-    codes = _flat("codes", weight.codes, (n, -(-k // per_word)), torch.int32)
-    scale = _flat("scale", weight.scale, (n, groups), weight.scale.dtype)
-    zero = minimum = 0
-    if weight.zero_point is not None:
-        zero = _flat("zero_point", weight.zero_point, (-(-n // per_word), groups), torch.int32)
-    if weight.minimum is not None:
-        minimum = _flat("minimum", weight.minimum, (n, groups), weight.scale.dtype)
-    return codes, scale, zero, minimum, n
-
-
-def pack_linear(parts: Sequence[Weight], device: torch.device, pairs: bool = False) -> PackedLinear:
-    del pairs  # swiglu and geglu are kernels of their own
-    first, n = parts[0], sum(part.shape[0] for part in parts)
-    if isinstance(first, QuantizedWeight):
-        sources = [_quantized_part(part) for part in parts if isinstance(part, QuantizedWeight)]
-        k, scale_type = first.shape[1], _dtype_name(first.scale.dtype)
-        data = _cpu.pack_quantized(sources, k, first.group_size, first.bits, scale_type)
-        return PackedLinear((n, k), first.bits, first.group_size, data.nbytes, device, data)
-    if first.ndim != 2 or first.dtype not in _FLOATS or not first.numel():
-        raise ValueError(f"a full weight must be (N, K) fp32, bf16 or fp16, got {_describe(first)}")
-    k = first.shape[1]
-    dense = [(_flat("weight", part, (part.shape[0], k), first.dtype), part.shape[0]) for part in parts]  # type: ignore[arg-type]
-    data = _cpu.pack_full(dense, k, _dtype_name(first.dtype))
-    return PackedLinear((n, k), 8 * first.element_size(), -1, data.nbytes, device, data)
-
-
-def linear(x: Tensor, weight: PackedLinear, bias: Tensor | None, activation_bits: int, out: Tensor) -> Tensor:
-    (n, k), m = weight.shape, x.shape[0]
-    x_stride = _rows("x", x, 2, (None, k))
-    out_stride = _rows("out", out, 2, (m, n))
-    bias_at = 0 if bias is None else _flat("bias", bias, (n,), torch.float32)
-    if activation_bits not in (8, 16, 24):
-        raise ValueError(f"activation_bits must be 8, 16 or 24, got {activation_bits}")
-    addresses = (weight.data, x.data_ptr(), bias_at, out.data_ptr(), m, x_stride, out_stride)
-    if weight.bits in (4, 8):
-        _cpu.quantized_linear(*addresses, activation_bits // 8)
-    else:
-        _cpu.full_linear(*addresses)
-    keep(weight, x, bias, out)
-    return out
-
-
 # ---------------------------------------------------------------------------------------------- layer ops
 
 
@@ -126,14 +35,14 @@ def _rms_norm_into(
 ) -> Tensor:
     """`out` (which may be x) = the norm; returns x + residual, or x."""
     shape = tuple(x.shape)
-    x_stride, out_stride = _rows("x", x, x.ndim), _rows("out", out, x.ndim, shape)
+    x_stride, out_stride = row_stride("x", x, x.ndim), row_stride("out", out, x.ndim, shape)
     width, heads = shape[-1], shape[1] if x.ndim == 3 else 1
     total, residual_at, residual_stride, sum_at = x, 0, 0, 0
     if residual is not None:
-        residual_stride = _rows("residual", residual, x.ndim, shape)
+        residual_stride = row_stride("residual", residual, x.ndim, shape)
         total = torch.empty(shape)
         residual_at, sum_at = residual.data_ptr(), total.data_ptr()
-    weight_at = _flat("weight", weight, (width,), torch.float32)
+    weight_at = flat("weight", weight, (width,), torch.float32)
     sizes = (shape[0], heads, width, x_stride, residual_stride, out_stride)
     _cpu.rms_norm(x.data_ptr(), residual_at, weight_at, out.data_ptr(), sum_at, *sizes, eps, plus_one)
     keep(x, residual, weight, out, total)
@@ -142,22 +51,22 @@ def _rms_norm_into(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, plus_one: bool) -> tuple[Tensor, Tensor]:
     if x.ndim not in (2, 3):
-        raise ValueError(f"x must be (M, H) or (M, heads, D), got {_describe(x)}")
+        raise ValueError(f"x must be (M, H) or (M, heads, D), got {describe(x)}")
     out = torch.empty(x.shape)
     return out, _rms_norm_into(out, x, weight, eps, residual, plus_one)
 
 
 def rope(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    stride = _rows("x", x, 3)
+    stride = row_stride("x", x, 3)
     (m, heads, width), (capacity, half) = x.shape, cos.shape
     streams = positions.shape[0] if positions.ndim == 2 else 1
     if 2 * half * streams > width or streams > 2:
         raise ValueError(f"tables of {2 * half} and positions {tuple(positions.shape)} do not fit heads of {width}")
-    tables = (_flat("cos", cos, cos.shape, torch.float32), _flat("sin", sin, cos.shape, torch.float32))
+    tables = (flat("cos", cos, cos.shape, torch.float32), flat("sin", sin, cos.shape, torch.float32))
     for i, stream in enumerate(positions if positions.ndim == 2 else (positions,)):
         address = x.data_ptr() + i * (width // 2) * 4
         sizes = (m, heads, width, stride, half, capacity)
-        _cpu.rope(address, _indices("positions", stream, m), *tables, *sizes, interleaved)
+        _cpu.rope(address, indices("positions", stream, m), *tables, *sizes, interleaved)
     keep(x, positions, cos, sin)
     return x
 
@@ -166,17 +75,17 @@ def layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     if x.ndim not in (2, 3):
-        raise ValueError(f"x must be (M, H) or (M, heads, D), got {_describe(x)}")
+        raise ValueError(f"x must be (M, H) or (M, heads, D), got {describe(x)}")
     shape = tuple(x.shape)
-    x_stride, width, heads = _rows("x", x, x.ndim), shape[-1], shape[1] if x.ndim == 3 else 1
+    x_stride, width, heads = row_stride("x", x, x.ndim), shape[-1], shape[1] if x.ndim == 3 else 1
     out, total = torch.empty(shape), x
     residual_at, residual_stride, sum_at = 0, 0, 0
     if residual is not None:
-        residual_stride, total = _rows("residual", residual, x.ndim, shape), torch.empty(shape)
+        residual_stride, total = row_stride("residual", residual, x.ndim, shape), torch.empty(shape)
         residual_at, sum_at = residual.data_ptr(), total.data_ptr()
     per_head = weight.ndim == 2
-    weight_at = _flat("weight", weight, (heads, width) if per_head else (width,), torch.float32)
-    bias_at = 0 if bias is None else _flat("bias", bias, (width,), torch.float32)
+    weight_at = flat("weight", weight, (heads, width) if per_head else (width,), torch.float32)
+    bias_at = 0 if bias is None else flat("bias", bias, (width,), torch.float32)
     at = (x.data_ptr(), residual_at, weight_at, bias_at, out.data_ptr(), sum_at)
     _cpu.layer_norm(*at, shape[0], heads, width, x_stride, residual_stride, eps, per_head)
     keep(x, residual, weight, bias, out, total)
@@ -184,7 +93,7 @@ def layer_norm(
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
-    strides, (m, width) = (_rows("x", x, 2), _rows("y", y, 2, tuple(x.shape))), x.shape
+    strides, (m, width) = (row_stride("x", x, 2), row_stride("y", y, 2, tuple(x.shape))), x.shape
     out = torch.empty(m, width)
     _cpu.add(x.data_ptr(), y.data_ptr(), out.data_ptr(), m, width, *strides)
     keep(x, y, out)
@@ -192,14 +101,14 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _activate(x: Tensor, form: str, gated: bool, cap: float = 0.0) -> Tensor:
-    stride, (m, columns) = _rows("x", x, 2), x.shape
+    stride, (m, columns) = row_stride("x", x, 2), x.shape
     if gated and columns % 2:
-        raise ValueError(f"gate_up must have an even number of columns, got {_describe(x)}")
-    if form not in _ACTIVATIONS or (form == "softcap" and not cap > 0):
-        raise ValueError(f"activation {form!r} with cap {cap} is not supported; forms: {list(_ACTIVATIONS)}, cap > 0")
+        raise ValueError(f"gate_up must have an even number of columns, got {describe(x)}")
+    if form not in ACTIVATIONS or (form == "softcap" and not cap > 0):
+        raise ValueError(f"activation {form!r} with cap {cap} is not supported; forms: {list(ACTIVATIONS)}, cap > 0")
     width = columns // 2 if gated else columns
     out = torch.empty(m, width)
-    _cpu.activate(x.data_ptr(), out.data_ptr(), m, width, stride, _ACTIVATIONS.index(form), gated, cap)
+    _cpu.activate(x.data_ptr(), out.data_ptr(), m, width, stride, ACTIVATIONS.index(form), gated, cap)
     keep(x, out)
     return out
 
@@ -238,9 +147,9 @@ def scale(x: Tensor, factor: float) -> Tensor:
 def _pool(name: str, pool: Pages, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int]:
     """The addresses of a pool's values and, in int8, its scales (else 0), after checking both."""
     if isinstance(pool, Int8Pages):
-        scales = _flat(f"the scales of {name}", pool.scales, shape[:3], torch.float32)
-        return _flat(name, pool.codes, shape, dtype), scales
-    return _flat(name, pool, shape, dtype), 0
+        scales = flat(f"the scales of {name}", pool.scales, shape[:3], torch.float32)
+        return flat(name, pool.codes, shape, dtype), scales
+    return flat(name, pool, shape, dtype), 0
 
 
 def _cache(k_cache: Pages, v_cache: Pages, tables: Tensor) -> tuple[_cpu.KvCache, int, int]:
@@ -251,11 +160,11 @@ def _cache(k_cache: Pages, v_cache: Pages, tables: Tensor) -> tuple[_cpu.KvCache
         got = f"{tuple(shape)} {dtype} and {type(v_cache).__name__} of {v_cache.dtype}"
         raise ValueError(f"k_cache must be (P, heads, {PAGE}, D) fp32, bf16 or Int8Pages, v_cache the same, got {got}")
     if tables.ndim != 2:
-        raise ValueError(f"tables must be (S, W) int32, got {_describe(tables)}")
+        raise ValueError(f"tables must be (S, W) int32, got {describe(tables)}")
     (pages, heads, _, width), (slots, table_width) = shape, tables.shape
     (k, k_scales), (v, v_scales) = _pool("k_cache", k_cache, shape, dtype), _pool("v_cache", v_cache, shape, dtype)
     cache = _cpu.KvCache(
-        k=k, v=v, k_scales=k_scales, v_scales=v_scales, tables=_flat("tables", tables, tables.shape, torch.int32),
+        k=k, v=v, k_scales=k_scales, v_scales=v_scales, tables=flat("tables", tables, tables.shape, torch.int32),
         pages=pages, slots=slots, table_width=table_width, heads=heads, width=width, bytes=dtype.itemsize,
     )  # fmt: skip
     return cache, heads, width
@@ -266,8 +175,8 @@ def kv_append(
 ) -> None:
     cache, heads, width = _cache(k_cache, v_cache, tables)
     m = k.shape[0]
-    strides = _rows("k", k, 3, (m, heads, width)), _rows("v", v, 3, (m, heads, width))
-    where = _indices("slots", slots, m), _indices("positions", positions, m)
+    strides = row_stride("k", k, 3, (m, heads, width)), row_stride("v", v, 3, (m, heads, width))
+    where = indices("slots", slots, m), indices("positions", positions, m)
     _cpu.kv_append(k.data_ptr(), v.data_ptr(), cache, *where, m, *strides)
     keep(k, v, k_cache, v_cache, slots, positions, tables)
 
@@ -317,16 +226,16 @@ def attention(
 ) -> Tensor:
     del tiles, generated  # one kernel for all
     cache, kv_heads, width = _cache(k_cache, v_cache, tables)
-    stride, (m, heads, _) = _rows("q", q, 3, (None, None, width)), q.shape
+    stride, (m, heads, _) = row_stride("q", q, 3, (None, None, width)), q.shape
     if heads % kv_heads or window < 0:
         raise ValueError(f"{heads} query heads on {kv_heads} kv heads with window {window} is not possible")
     out = torch.empty(m, heads * width)
-    where = _indices("slots", slots, m), _indices("positions", positions, m)
+    where = indices("slots", slots, m), indices("positions", positions, m)
     options = (
-        0 if alibi_slopes is None else _flat("alibi_slopes", alibi_slopes, (heads,), torch.float32),
-        0 if prefix_lengths is None else _indices("prefix_lengths", prefix_lengths, m),
-        0 if starts is None else _indices("starts", starts, tables.shape[0]),
-        *((0, 0, 0) if mask is None else (mask.data_ptr(), _rows("mask", mask, 2, (m, None)), mask.shape[1])),
+        0 if alibi_slopes is None else flat("alibi_slopes", alibi_slopes, (heads,), torch.float32),
+        0 if prefix_lengths is None else indices("prefix_lengths", prefix_lengths, m),
+        0 if starts is None else indices("starts", starts, tables.shape[0]),
+        *((0, 0, 0) if mask is None else (mask.data_ptr(), row_stride("mask", mask, 2, (m, None)), mask.shape[1])),
     )
     _cpu.attention(q.data_ptr(), cache, *where, out.data_ptr(), m, heads, stride, window, scale, softcap, *options)
     keep(q, k_cache, v_cache, slots, positions, tables, out, alibi_slopes, prefix_lengths, starts, mask)
@@ -341,24 +250,24 @@ def embedding(ids: Tensor, table: Weight, dtype: torch.dtype, multiplier: float)
         raise ValueError(f"activations on the CPU are fp32, got {dtype}")
     m, (rows, width) = ids.numel(), table.shape
     out = torch.empty(m, width)
-    where = _indices("ids", ids, m), out.data_ptr(), m, multiplier
+    where = indices("ids", ids, m), out.data_ptr(), m, multiplier
     if isinstance(table, QuantizedWeight):
-        scale_type = _dtype_name(table.scale.dtype)
-        _cpu.embedding_quantized(*where, _quantized_part(table), width, table.group_size, table.bits, scale_type)
+        scale_type = dtype_name(table.scale.dtype)
+        _cpu.embedding_quantized(*where, quantized_part(table), width, table.group_size, table.bits, scale_type)
     else:
-        if table.dtype not in _FLOATS:
-            raise ValueError(f"table must be fp32, bf16 or fp16, got {_describe(table)}")
+        if table.dtype not in FLOATS:
+            raise ValueError(f"table must be fp32, bf16 or fp16, got {describe(table)}")
         _cpu.embedding_full(
-            *where, _flat("table", table, (rows, width), table.dtype), rows, width, _dtype_name(table.dtype)
+            *where, flat("table", table, (rows, width), table.dtype), rows, width, dtype_name(table.dtype)
         )
     keep(ids, table, out)
     return out
 
 
 def _map_rows(kernel: Callable[[int, int, int, int, int], None], x: Tensor, out: Tensor) -> Tensor:
-    stride = _rows("x", x, 2)
+    stride = row_stride("x", x, 2)
     if x.shape[1] < 1:
-        raise ValueError(f"x must have at least one column, got {_describe(x)}")
+        raise ValueError(f"x must have at least one column, got {describe(x)}")
     kernel(x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], stride)
     keep(x, out)
     return out
@@ -378,7 +287,7 @@ def argmax(x: Tensor) -> Tensor:
 
 def mask_logits(x: Tensor, mask: Tensor) -> Tensor:
     if mask.shape != (x.shape[0], -(-x.shape[1] // 32)) or mask.dtype != torch.int32 or not mask.is_contiguous():
-        raise ValueError(f"mask is {_describe(mask)}; supported: a bit for each of {_describe(x)}, int32, contiguous")
+        raise ValueError(f"mask is {describe(mask)}; supported: a bit for each of {describe(x)}, int32, contiguous")
 
     def kernel(x_at: int, out_at: int, rows: int, columns: int, stride: int) -> None:
         _cpu.mask_logits(x_at, mask.data_ptr(), out_at, rows, columns, stride)

@@ -321,6 +321,20 @@ def test_a_value_that_somebody_else_reads_is_kept() -> None:
     assert graph.output in held
 
 
+@pytest.mark.parametrize(("rows", "gated"), [(256, ["linear_activation"]), (192, ["linear", "swiglu"])])
+def test_the_cpu_activates_in_the_linear_where_gates_are_whole_panels(rows: int, gated: list[str]) -> None:
+    weights = ShapesOnly(torch.float32)
+    (gate_up,), (down,) = weights.matrices([("gate_up", rows)], 64), weights.matrices([("down", 64)], rows // 2)
+
+    def forward(x: Value) -> Value:
+        x = x.embedding(torch.empty(331, 64, device=META), torch.float32)
+        x = x.linear([gate_up], None, 8).swiglu().linear([down], None, 8)
+        return x.linear([down], None, 8).gelu("erf") + x.relu()
+
+    ops_run = [node.op for node in fused(record(forward, 1, CPU)).nodes]
+    assert ops_run == ["embedding", *gated, "linear", "linear_activation", "relu", "add"]
+
+
 def test_what_differs_in_shape_is_not_added() -> None:
     with pytest.raises(ValueError, match=r"add: widths 64 and 0"):
         record(lambda ids: ids.embedding(torch.empty(8, 64), BF16) + ids, 1, CPU)

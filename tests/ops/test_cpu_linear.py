@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from nibblelm import _cpu, ops
 from nibblelm.ops import ActivationBits, PackedLinear, QuantizedWeight, reference
+from nibblelm.ops.cpu_linear import linear_activation
 
 CPU = torch.device("cpu")
 LIMITS: dict[ActivationBits, int] = {8: 127, 16: 127 * 257, 24: 127 * 65793}
@@ -137,6 +139,32 @@ def test_instruction_sets_agree_bit_for_bit(
     for weight, bits in packed_weights(make_weight):
         results = each_isa(lambda w=weight, b=bits: ops.linear(x, w, None, b))
         assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize(
+    ("form", "gated"), [("silu", True), ("tanh", True), ("erf", True), ("tanh", False), ("relu", False)]
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_activation_behind_a_linear_is_that_of_its_result(
+    isa: str, make_weight: Callable[..., QuantizedWeight], bits: int, form: Any, gated: bool
+) -> None:
+    for group, m, activation_bits in itertools.product((-1, 32), (1, 5, 40), (8, 16)):
+        n = 256 if gated else 91
+        weight = ops.pack_linear([make_weight(n, 136, bits, group, "zero_point", torch.bfloat16, seed=m)], CPU)
+        x, bias = torch.randn(m, 136), torch.randn(n)
+        y = ops.linear(x, weight, bias, activation_bits)
+        if gated:
+            want = ops.swiglu(y) if form == "silu" else ops.geglu(y, form)
+        else:
+            want = ops.relu(y) if form == "relu" else ops.gelu(y, form)
+        got = linear_activation(x, weight, bias, activation_bits, torch.float32, form, gated)
+        assert torch.equal(got, want), (group, m, activation_bits)
+
+
+def test_gates_that_are_no_whole_panels_are_refused(make_weight: Callable[..., QuantizedWeight]) -> None:
+    weight = ops.pack_linear([make_weight(192, 64, 4, -1, "zero_point", torch.bfloat16)], CPU)
+    with pytest.raises(ValueError, match="192 rows, gated"):
+        linear_activation(torch.randn(2, 64), weight, None, 8, torch.float32, "silu", True)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
