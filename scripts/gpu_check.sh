@@ -16,8 +16,8 @@
 # benchmarks/h200/*.json (or --record DIR) and benchmarks/wheel.json; rows that were not measured again stay there.
 # HASHES is "csrc=... runtime=... models=...". A part that fails does not keep the next from running; with --limit S all
 # end after S seconds, and what was measured by then stays. After `build`, parts may run side by side on different cards
-# (CUDA_VISIBLE_DEVICES), but not two that measure; convert and families take all cards there are, tests and sanitizers
-# those that CUDA_VISIBLE_DEVICES names.
+# (CUDA_VISIBLE_DEVICES), but not two that measure; convert, e2e and families take all cards there are, tests and
+# sanitizers those that CUDA_VISIBLE_DEVICES names.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -203,46 +203,35 @@ sanitize() {
   return "$status"
 }
 
-bench() {  # shape, bits and group size; the rest: options. One that fails does not lose the others of `rows`, or e2e
-  local shape=$1 bits=$2 group=$3
-  shift 3
-  bounded $python -m nibblelm bench --random-weights --device cuda --json \
+bench() {  # card, shape, bits and group size; the rest: options
+  local card=$1 shape=$2 bits=$3 group=$4
+  shift 4
+  bounded $python -m nibblelm bench --random-weights --device "cuda:$card" --json \
     --shape "$shape" --bits "$bits" --group-size "$group" "$@" | tee -a "$state/$rows.jsonl" | cut -c1-330 ||
-    { echo "bench $shape $bits $group: failed" && lost=1; }
+    { echo "bench $shape $bits $group: failed" && return 1; }
 }
 
-e2e() {  # decode at batch 1; batches, long contexts and prefill where the weights are made anyway
-  local rows=e2e lost=0
+# $1: name of the results; the rest: what `bench` takes, a string each. Every card takes the next one, since most of the
+# time goes to making weights. One that fails does not lose the others.
+bench_all() {
+  local rows=$1 lost=0 count card pids=()
+  shift
   rm -f "$state/$rows.jsonl"
-  local once=(--prompt-tokens 128 --gen-tokens 256)
-  bench llama-3-8b 4 -1 --prompt-tokens 128 128 128 128 128 128 128 128 128 128 2048 64 32768 \
-    --gen-tokens 256 256 256 256 256 256 256 256 256 256 16 16 16 --batch 1 4 8 16 32 64 128 256 1 1 1 1 1 \
-    --depth 0 0 0 0 0 0 0 0 8192 32768 0 0 0 --mixed
-  bench llama-3-8b 4 128 --prompt-tokens 128 --gen-tokens 256 --batch 1 64 256
-  bench llama-3-8b 4 -1 --activations 8 --prompt-tokens 128 128 2048 --gen-tokens 256 256 16 --batch 16 256 1 --mixed
-  bench llama-3-8b 4 -1 --kv int8 --prompt-tokens 128 128 128 2048 32768 --gen-tokens 256 256 256 16 16 \
-    --batch 1 256 1 1 1 --depth 0 0 32768 0 0
-  bench llama-3-8b 4 -1 --activations 8 --kv int8 --prompt-tokens 128 2048 --gen-tokens 256 16 --batch 256 1 --mixed
-  bench llama-3-8b 8 -1 --prompt-tokens 128 2048 --gen-tokens 256 16
-  bench llama-3-8b 16 -1 "${once[@]}"
-  for bits in 4 8 16; do bench llama-3.2-1b $bits -1 "${once[@]}"; done
-  bench llama-3-70b 4 -1 "${once[@]}"
-  return $lost
-}
-
-
-families() {  # of each kind of wiring a shape; most of the time goes to making weights, so each card makes its own
-  local rows=e2e.families lost=0 count card i pids=()
-  local shapes=(stablelm-12b gpt-neox-6.9b falcon-7b bloom-7b phi3-mini cohere-35b gemma2-9b gemma3-12b glm4-9b qwen3-8b
-    mistral-7b)
-  rm -f "$state/$rows.jsonl"
+  echo 1 > "$state/next"
   count=$($python -c "import torch; print(torch.cuda.device_count())")
   for ((card = 0; card < count; card++)); do
     (
-      for ((i = card; i < ${#shapes[@]}; i += count)); do
-        bench "${shapes[i]}" 4 -1 --prompt-tokens 128 --gen-tokens 256 --device "cuda:$card"
+      lost=0
+      while true; do
+        exec 9> "$state/next.lock"
+        flock 9
+        next=$(< "$state/next")
+        echo $((next + 1)) > "$state/next"
+        exec 9>&-
+        [[ $next -le $# ]] || exit $lost
+        # shellcheck disable=SC2086  # words of their own
+        bench "$card" ${!next} || lost=1
       done
-      exit $lost
     ) &
     pids+=($!)
   done
@@ -250,11 +239,32 @@ families() {  # of each kind of wiring a shape; most of the time goes to making 
   return $lost
 }
 
+e2e() {  # decode at batch 1; batches, long contexts and prefill where the weights are made anyway; the longest first
+  local once="--prompt-tokens 128 --gen-tokens 256" five="128 128 128 128 128" kinds
+  kinds=(
+    "llama-3-70b 4 -1 $once"
+    "llama-3-8b 4 -1 --prompt-tokens $five $five 2048 64 32768 --gen-tokens 256 256 256 256 256 256 256 256 256 256 16 16 16
+      --batch 1 4 8 16 32 64 128 256 1 1 1 1 1 --depth 0 0 0 0 0 0 0 0 8192 32768 0 0 0 --mixed"
+    "llama-3-8b 4 -1 --kv int8 --prompt-tokens 128 128 128 2048 32768 --gen-tokens 256 256 256 16 16
+      --batch 1 256 1 1 1 --depth 0 0 32768 0 0"
+    "llama-3-8b 4 -1 --activations 8 --prompt-tokens 128 128 2048 --gen-tokens 256 256 16 --batch 16 256 1 --mixed"
+    "llama-3-8b 4 -1 --activations 8 --kv int8 --prompt-tokens 128 2048 --gen-tokens 256 16 --batch 256 1 --mixed"
+    "llama-3-8b 4 128 $once --batch 1 64 256"
+    "llama-3-8b 8 -1 --prompt-tokens 128 2048 --gen-tokens 256 16"
+    "llama-3-8b 16 -1 $once"
+  )
+  for bits in 4 8 16; do kinds+=("llama-3.2-1b $bits -1 $once"); done
+  bench_all e2e "${kinds[@]}"
+}
+
+families() {  # of each kind of wiring a shape
+  local shapes=(cohere-35b stablelm-12b gpt-neox-6.9b falcon-7b bloom-7b phi3-mini gemma2-9b gemma3-12b glm4-9b qwen3-8b
+    mistral-7b)
+  bench_all e2e.families "${shapes[@]/%/ 4 -1 --prompt-tokens 128 --gen-tokens 256}"
+}
+
 drafts() {  # decoding with drafts of which a share is right, beside without
-  rm -f "$state/drafts.jsonl"
-  local lost=0 rows=drafts
-  bench llama-3-8b 4 -1 --prompt-tokens 128 --gen-tokens 256 --batch 1 4 16 --speculate ngram
-  return $lost
+  bench_all drafts "llama-3-8b 4 -1 --prompt-tokens 128 --gen-tokens 256 --batch 1 4 16 --speculate ngram"
 }
 
 write_record() {

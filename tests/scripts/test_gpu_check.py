@@ -79,3 +79,18 @@ def test_what_is_missing_is_named(check: Callable[..., Any]) -> None:
     ):
         result = check(*arguments)
         assert (result.returncode, message in result.stdout + result.stderr) == (code, True), result
+
+
+def test_every_card_takes_the_next_row_and_one_that_fails_loses_no_other(
+    check: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "bin" / "python3").write_text(
+        "#!/bin/sh\ncase $* in *device_count*) echo 2 ;; *falcon*) exit 3 ;; *nibblelm*) "
+        'sleep 0.1; echo "{\\"device\\": \\"$6\\", \\"shape\\": \\"$9\\"}" ;; esac\n'
+    )
+    result = check("--tree", TREE, "families")
+    assert result.returncode == 1, result
+    assert "bench falcon-7b 4 -1: failed" in result.stdout
+    rows = [json.loads(line) for line in (tmp_path / "out" / "gpu_check" / "e2e.families.jsonl").open()]
+    assert len({row["shape"] for row in rows}) == len(rows) == 10
+    assert {row["device"] for row in rows} == {"cuda:0", "cuda:1"}
