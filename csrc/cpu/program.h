@@ -13,6 +13,11 @@ namespace nibblelm {
 
 class Program {
  public:
+  Program() = default;
+  ~Program() { end(); }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+
   void replay() const {
     const auto lock = lock_team();
     const KeepAwake awake;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -28,7 +29,10 @@ int64_t quantize_rows(const void* weights, int64_t rows, int64_t cols, const Qua
   };
   const int64_t chunks = (rows + chunk - 1) / chunk;
   std::vector<std::thread> others;
-  for (int64_t i = 1; i < std::min<int64_t>(threads, chunks); ++i) others.emplace_back(work);
+  try {
+    for (int64_t i = 1; i < std::min<int64_t>(threads, chunks); ++i) others.emplace_back(work);
+  } catch (const std::system_error&) {  // no more threads to be had: those there are do it all
+  }
   work();
   for (std::thread& other : others) other.join();
   return first_bad == rows ? -1 : first_bad.load();

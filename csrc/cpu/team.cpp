@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <new>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -39,7 +40,11 @@ void relax() {
 class Team {
  public:
   explicit Team(int count) : count_(count), shares_(new Share[static_cast<size_t>(count)]) {
-    for (int i = 1; i < count; ++i) workers_.emplace_back([this, i] { work(i); });
+    try {
+      for (int i = 1; i < count; ++i) workers_.emplace_back([this, i] { work(i); });
+    } catch (const std::system_error&) {  // no more threads to be had: those there are do it all
+      count_ = 1 + static_cast<int>(workers_.size());
+    }
   }
   ~Team() {
     stop_ = true;
@@ -145,7 +150,7 @@ class Team {
     int64_t end{0};
   };
 
-  const int count_;
+  int count_;
   const std::unique_ptr<Share[]> shares_;
   alignas(64) std::atomic<uint64_t> gate_{0};
   alignas(64) std::atomic<int> sleepers_{0};
@@ -259,7 +264,8 @@ int usable_cores() {
 #if defined(__linux__)
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = std::max(1, CPU_COUNT(&set));
-  if (const double quota = cgroup_quota(); quota > 0) cores = std::clamp(static_cast<int>(quota + 0.5), 1, cores);
+  if (const double quota = cgroup_quota(); quota > 0)
+    cores = static_cast<int>(std::clamp(quota + 0.5, 1.0, static_cast<double>(cores)));
 #endif
   return cores;
 }

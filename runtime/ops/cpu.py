@@ -249,6 +249,8 @@ def embedding(ids: Tensor, table: Weight, dtype: torch.dtype, multiplier: float)
     if dtype != torch.float32:
         raise ValueError(f"activations on the CPU are fp32, got {dtype}")
     m, (rows, width) = ids.numel(), table.shape
+    if width < 1:
+        raise ValueError(f"table must have at least one column, got {tuple(table.shape)}")
     out = torch.empty(m, width)
     where = indices("ids", ids, m), out.data_ptr(), m, multiplier
     if isinstance(table, QuantizedWeight):
@@ -266,8 +268,6 @@ def embedding(ids: Tensor, table: Weight, dtype: torch.dtype, multiplier: float)
 
 def _map_rows(kernel: Callable[[int, int, int, int, int], None], x: Tensor, out: Tensor) -> Tensor:
     stride = row_stride("x", x, 2)
-    if x.shape[1] < 1:
-        raise ValueError(f"x must have at least one column, got {describe(x)}")
     kernel(x.data_ptr(), out.data_ptr(), x.shape[0], x.shape[1], stride)
     keep(x, out)
     return out
@@ -286,11 +286,10 @@ def argmax(x: Tensor) -> Tensor:
 
 
 def mask_logits(x: Tensor, mask: Tensor) -> Tensor:
-    if mask.shape != (x.shape[0], -(-x.shape[1] // 32)) or mask.dtype != torch.int32 or not mask.is_contiguous():
-        raise ValueError(f"mask is {describe(mask)}; supported: a bit for each of {describe(x)}, int32, contiguous")
+    mask_at = flat("mask, a bit for each logit,", mask, (x.shape[0], -(-x.shape[1] // 32)), torch.int32)
 
     def kernel(x_at: int, out_at: int, rows: int, columns: int, stride: int) -> None:
-        _cpu.mask_logits(x_at, mask.data_ptr(), out_at, rows, columns, stride)
+        _cpu.mask_logits(x_at, mask_at, out_at, rows, columns, stride)
         keep(mask)
 
     return _map_rows(kernel, x, torch.empty(x.shape))

@@ -13,17 +13,17 @@ def describe(x: Tensor) -> str:
 
 
 def row_stride(name: str, x: Tensor, dims: int, shape: Sequence[int | None] = ()) -> int:
-    """The stride of the first dimension of an fp32 tensor whose other dimensions are contiguous."""
+    """The stride of the first dimension of an fp32 tensor whose other dimensions are contiguous, and not empty."""
     wanted = tuple(shape) or (None,) * dims
     good = x.ndim == dims and x.dtype == torch.float32 and x.device.type == "cpu"
-    good = good and all(size in (None, got) for size, got in zip(wanted, x.shape, strict=True))
+    good = good and all(size in (None, got) for size, got in zip(wanted, x.shape, strict=True)) and 0 not in x.shape[1:]
     step = 1
     for i in range(dims - 1, 0, -1) if good else ():
         good = good and (x.stride(i) == step or x.shape[i] == 1)
         step *= x.shape[i]
     if not good:
         sizes = ", ".join("*" if size is None else str(size) for size in wanted)
-        raise ValueError(f"{name} must be fp32 ({sizes}) on the CPU, contiguous in each row, got {describe(x)}")
+        raise ValueError(f"{name} must be fp32 ({sizes}) on the CPU, contiguous in each row, not empty, got {describe(x)}")
     return x.stride(0) if x.shape[0] > 1 else step
 
 

@@ -47,6 +47,8 @@ def quantize_rows(
     from nibblelm import _cpu
 
     rows, cols = weight.shape
+    if cols < 1:
+        raise ConvertError(f"a weight of shape {tuple(weight.shape)} has no columns to quantize")
     groups = 1 if group_size == -1 else -(-cols // group_size)
     out = QuantizedRows(
         torch.empty(rows, -(-cols // (32 // bits)), dtype=torch.int32),

@@ -277,7 +277,7 @@ def test_mask_logits(isa: str, width: int) -> None:
     want = np.where(allowed.numpy(), x.numpy(), -np.inf)
     assert np.array_equal(ops.mask_logits(x, mask).numpy(), want, equal_nan=True)
     assert np.array_equal(reference.mask_logits(x, mask).numpy(), want, equal_nan=True)
-    with pytest.raises(ValueError, match="supported: a bit for each"):
+    with pytest.raises(ValueError, match="mask, a bit for each logit, must be"):
         ops.mask_logits(x, mask.long())
 
 
@@ -323,10 +323,23 @@ def test_broken_contracts_are_refused() -> None:
         ops.rms_norm(torch.randn(2, 8), torch.randn(7), 1e-5)
     with pytest.raises(ValueError, match="do not fit"):
         ops.rope(torch.randn(1, 1, 8), torch.zeros(1, dtype=torch.int32), *tables(5, 8))
-    with pytest.raises(ValueError, match="at least one column"):
+    with pytest.raises(ValueError, match="not empty"):
         ops.softmax(torch.empty(2, 0))
     with pytest.raises(ValueError, match="fp32"):
         ops.embedding(torch.zeros(1, dtype=torch.int32), torch.randn(3, 4), torch.bfloat16)
+
+
+def test_rows_without_columns_are_refused() -> None:
+    nothing, none = torch.empty(2, 0), torch.empty(0)
+    for op in (
+        lambda: ops.add(nothing, nothing),
+        lambda: ops.rms_norm(nothing, none, 1e-5),
+        lambda: ops.layer_norm(nothing, none, None, 1e-5),
+        lambda: ops.swiglu(nothing),
+        lambda: ops.embedding(torch.zeros(1, dtype=torch.int32), torch.empty(3, 0), torch.float32),
+    ):
+        with pytest.raises(ValueError, match="not empty|at least one column"):
+            op()
 
 
 @pytest.mark.parametrize("per_head", [False, True])

@@ -238,6 +238,8 @@ def test_broken_contracts_are_refused(make_weight: Callable[..., QuantizedWeight
         ops.pack_linear([weight, make_weight(70, 96, 4, -1)], CPU)
     with pytest.raises(ValueError, match="multiple of 8"):
         ops.pack_linear([make_weight(70, 96, 4, 12)], CPU)
+    with pytest.raises(ValueError, match="more than 32768 would overflow"):
+        ops.pack_linear([make_weight(1, 65544, 8, 32776)], CPU)
     broken = QuantizedWeight(weight.codes[:, 1:].contiguous(), weight.scale, None, 4, 32, (70, 96))
     with pytest.raises(ValueError, match="codes must be"):
         ops.pack_linear([broken], CPU)

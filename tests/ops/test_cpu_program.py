@@ -177,3 +177,13 @@ def test_workers_wake_up_after_sleeping() -> None:
     for i in range(300):
         assert torch.equal(ops.softmax(x), expected)
         pause.wait(i % 7 * 5e-5)
+
+
+def test_a_program_that_is_gone_records_no_more() -> None:
+    program = _cpu.Program()
+    program.begin()
+    del program
+    ops.softmax(torch.randn(2, 8))
+    with ops.capture(torch.device("cpu")) as again:
+        ops.softmax(torch.randn(2, 8))
+    assert len(again) == 1

@@ -1,6 +1,9 @@
 """The quantization kernel: equal to its definition in PyTorch, as accurate as asked, safe on odd rows."""
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,3 +152,21 @@ def test_result_does_not_depend_on_the_instruction_set(dtype):
                 assert all(torch.equal(getattr(results[0], field), getattr(other, field)) for field in vars(other))
     finally:
         _cpu.set_isa(chosen)
+
+
+WITHOUT_THREADS = """
+import resource, torch
+from nibblelm.quant.rows import quantize_rows
+weight = torch.randn(4000, 1024)
+want = quantize_rows(weight, 4, 32, True, "minmax", 1)
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (120 << 20),) * 2)
+got = quantize_rows(weight, 4, 32, True, "minmax", 200)
+print(torch.equal(got.codes, want.codes))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
+def test_threads_that_cannot_be_had_are_done_without() -> None:
+    result = subprocess.run([sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True, check=False)
+    assert result.stdout == "True\n", result
