@@ -258,8 +258,8 @@ e2e() {  # decode at batch 1; batches, long contexts and prefill where the weigh
 }
 
 families() {  # of each kind of wiring a shape
-  local shapes=(cohere-35b stablelm-12b gpt-neox-6.9b falcon-7b bloom-7b phi3-mini gemma2-9b gemma3-12b glm4-9b qwen3-8b
-    mistral-7b)
+  local shapes=(gpt-neox-6.9b gemma2-9b phi3-mini stablelm-12b falcon-7b bloom-7b gemma3-12b glm4-9b qwen3-8b mistral-7b
+    cohere-35b)
   bench_all e2e.families "${shapes[@]/%/ 4 -1 --prompt-tokens 128 --gen-tokens 256}"
 }
 
