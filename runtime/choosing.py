@@ -1,7 +1,6 @@
 """Tokens from logits: drawn by the device where that can be, else by the host."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import ctypes
 from math import isfinite, isnan
 
 import torch
@@ -107,14 +106,11 @@ def _choose_on_host(samplers: list[Sampler], logits: Tensor) -> list[Sampled | R
     """The next token of each sequence, from its row of logits (M, vocab), or why there is none."""
     greedy: list[int] = ops.argmax(logits).tolist() if any(s.takes_argmax for s in samplers) else []
     chosen: list[Sampled | RequestError] = []
-    with _one_torch_thread():
-        for i, sampler in enumerate(samplers):
-            try:
-                chosen.append(
-                    _argmax(sampler, logits[i], greedy[i]) if sampler.takes_argmax else sampler.sample(logits[i])
-                )
-            except RequestError as error:
-                chosen.append(error)
+    for i, sampler in enumerate(samplers):
+        try:
+            chosen.append(_argmax(sampler, logits[i], greedy[i]) if sampler.takes_argmax else sampler.sample(logits[i]))
+        except RequestError as error:
+            chosen.append(error)
     return chosen
 
 
@@ -125,12 +121,9 @@ def _argmax(sampler: Sampler, row: Tensor, token_id: int) -> Sampled:
     return sampler.accept(token_id)
 
 
-@contextmanager
-def _one_torch_thread() -> Iterator[None]:
-    """Sampling is too small to share out: torch's threads would wait for each other and for the kernels' own."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def compute_alone() -> None:
+    """From now on torch's host ops in this thread are not shared out, those of other threads as before. Sampling is too
+    small for it: torch's threads would wait for each other and for the kernels' own."""
+    torch.get_num_threads()  # a thread's first op sets its number, which would undo this
+    if limit := getattr(ctypes.CDLL(None), "omp_set_num_threads", None):
+        limit(1)

@@ -133,7 +133,7 @@ class LLM:
         limit = self.config.max_positions
         if wanted is None:
             return limit if self.device.type == "cpu" else min(limit, CUDA_CONTEXT)
-        if not isinstance(wanted, int) or not 1 <= wanted <= limit:
+        if type(wanted) is not int or not 1 <= wanted <= limit:
             raise RequestError(f"a context of {wanted!r} positions was asked for; this model supports 1 to {limit}")
         return wanted
 

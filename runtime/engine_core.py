@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from nibblelm.choosing import Choice
+from nibblelm.choosing import Choice, compute_alone
 from nibblelm.errors import EngineError, RequestError
 from nibblelm.executor import Executor
 from nibblelm.readers import Channel, Reader, Waker, collect
@@ -80,9 +80,9 @@ class Engine:
             if (unfinished := self.unfinished) >= self.most:
                 raise RequestError(f"{unfinished} requests are unfinished, the most there may be; wait for some to end")
             self._start()
+            handle = Handle(self, core, sequence, channel)  # first: whatever comes between, someone has it
             self._added += 1
-        handle = Handle(self, core, sequence, channel)  # before the message: whatever comes between, someone has it
-        core.inbox.put((core.add, (sequence, channel)))
+            core.inbox.put((core.add, (sequence, channel)))
         if core.end is not None:  # it ended meanwhile, and may not have seen the message
             channel.put(core.end(), last=True)
         return handle
@@ -118,10 +118,13 @@ class Engine:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._process = os.getpid()
-            self._thread = threading.Thread(target=self._core.run, name="nibblelm-engine", daemon=True)
-            weakref.finalize(self, _stop, self._core.inbox, self._thread)  # also when the interpreter exits
-            self._thread.start()
+            thread = threading.Thread(target=self._core.run, name="nibblelm-engine", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise EngineError(f"no thread for the engine: {error}; there may be too many") from error
+            self._process, self._thread = os.getpid(), thread
+            weakref.finalize(self, _stop, self._core.inbox, thread)  # also when the interpreter exits
 
     @property
     def end(self) -> EngineError | None:
@@ -267,6 +270,7 @@ class _Core:
     def run(self) -> None:
         """The thread: steps until it is told to end, or a step fails."""
         try:
+            compute_alone()
             with torch.inference_mode():
                 while self.heard():
                     self.step()

@@ -224,7 +224,15 @@ def device_sampling(
     of_all = (s.params for s in samplers)
     columns = zip(
         *(
-            (p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+            (
+                p.temperature,
+                min(p.top_k or 0, vocab_size),
+                p.top_p,
+                p.min_p,
+                p.repetition_penalty,
+                p.presence_penalty,
+                p.frequency_penalty,
+            )
             for p in of_all
         ),
         strict=True,

@@ -23,7 +23,9 @@ def row_stride(name: str, x: Tensor, dims: int, shape: Sequence[int | None] = ()
         step *= x.shape[i]
     if not good:
         sizes = ", ".join("*" if size is None else str(size) for size in wanted)
-        raise ValueError(f"{name} must be fp32 ({sizes}) on the CPU, contiguous in each row, not empty, got {describe(x)}")
+        raise ValueError(
+            f"{name} must be fp32 ({sizes}) on the CPU, contiguous in each row, not empty, got {describe(x)}"
+        )
     return x.stride(0) if x.shape[0] > 1 else step
 
 

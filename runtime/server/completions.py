@@ -120,7 +120,7 @@ class _Answer:
             text, prompt_scores = self._beginning(place)
             shown = output.text if self._wanted.asked else ""
             scores = (output.logprobs or []) if self._wanted.asked else []
-            choices.append(self._choice(place, [*prompt_scores, *scores], output.finish_reason, text + shown))
+            choices.append(self._choice(place, [*prompt_scores, *scores], self._reason(output), text + shown))
         return self._head | {"choices": choices, "usage": self._usage()}
 
     def events(self, batch: list[tuple[int, Any]]) -> Iterator[str]:
@@ -136,11 +136,15 @@ class _Answer:
                 text, scores = text + piece.text, scores + ([piece.logprobs] if piece.logprobs else [])
             reason = None
             if piece.output is not None:
-                self._outputs[place], reason = piece.output, piece.output.finish_reason
+                self._outputs[place], reason = piece.output, self._reason(piece.output)
             if text or scores or reason:
                 yield self._chunks.of(self._choice(place, scores, reason, text))
         if not batch and self._wanted.common.include_usage:
             yield self._chunks.usage(self._usage())
+
+    def _reason(self, output: GenerationOutput) -> str | None:
+        """Where no token was asked for, one is drawn and not shown: what it would end is not said."""
+        return "length" if not self._wanted.asked and output.finish_reason == "stop" else output.finish_reason
 
     def _beginning(self, place: int) -> tuple[str, list[Sampled | None]]:
         """With echo the prompt, and the log-probabilities of its tokens (None for the first)."""

@@ -275,6 +275,35 @@ def test_an_interrupt_ends_the_call_that_waits_and_no_other(llm: LLM) -> None:
     assert eventually(lambda: idle(llm))
 
 
+def test_a_thread_that_cannot_start_is_an_error_and_the_next_call_tries_again(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(EngineError, match="no thread for the engine: can't start new thread"):
+            llm.generate("Once", max_tokens=4)
+    assert llm.generate("Once", max_tokens=4).text
+    llm.close()
+
+
+def test_torch_in_other_threads_is_left_alone(llm: LLM) -> None:
+    """Its number of threads is that of each thread which asks, also while tokens are drawn."""
+
+    def seen() -> int:
+        torch.ones(4).add(1)  # a thread's first op
+        return torch.get_num_threads()
+
+    def in_a_new_thread() -> int:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(seen).result()
+
+    want, stream = in_a_new_thread(), llm.stream("Once", max_tokens=100, temperature=1.0, seed=1)
+    assert {in_a_new_thread() for _ in stream} == {want}
+
+
 def test_a_failed_step_ends_every_request_and_the_engine_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS]
     handle = llm.submit("Once", SamplingParams(max_tokens=400, ignore_eos=True))

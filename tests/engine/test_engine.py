@@ -105,6 +105,8 @@ def test_context_limit_is_a_clear_finish(stories: Path) -> None:
         small.generate(list(range(3, 35)))
     with pytest.raises(RequestError, match="1 to 512"):
         LLM(stories, device="cpu", max_context=513)
+    with pytest.raises(RequestError, match="a context of True positions"):
+        LLM(stories, device="cpu", max_context=True)
 
 
 def test_end_of_story_is_a_list_of_ids(llm: LLM) -> None:

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from nibblelm.errors import ConfigError, RequestError
-from nibblelm.sampler import Sampler, kept_tokens, philox, token_logprobs, uniform
+from nibblelm.sampler import Sampler, device_sampling, kept_tokens, philox, token_logprobs, uniform
 from nibblelm.sampling_params import SamplingParams
 
 SIZES = [1, 3, 17, 63, 331, 4099, 151_936]
@@ -435,3 +435,8 @@ def test_sampling_a_large_vocabulary_takes_under_a_millisecond(options: dict[str
         assert timed(lambda: sampler.sample(logits)) < 4e-3  # 0.1 to 0.4 ms on an idle core; a full sort alone takes 10
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_device_takes_any_top_k() -> None:
+    state = device_sampling([Sampler(SamplingParams(temperature=1.0, top_k=k), 1000) for k in (0, 7, 2**31)], 1000)
+    assert state.top_k.tolist() == [0, 7, 1000]

@@ -131,6 +131,8 @@ def test_echo_scores_a_prompt_without_an_answer(client: openai.OpenAI, llm: LLM)
         assert all(math.isclose(a, b, abs_tol=1e-5) for a, b in zip(logprobs[1:], want, strict=True))
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 0
+    asked: Any = dict(model="demo", prompt=ids, echo=True, logprobs=0, max_tokens=0, logit_bias={"1": 100, "2": 100})
+    assert client.completions.create(**asked).choices[0].finish_reason == "length", "of a token that is not shown"
     full = client.completions.create(model="demo", prompt=[7] * 512, echo=True, logprobs=0, max_tokens=0).choices[0]
     assert full.logprobs is not None
     assert full.logprobs.token_logprobs is not None
