@@ -41,7 +41,9 @@ class Bench:
     """An engine, and requests to it."""
 
     def __init__(self, shape: str) -> None:
-        args = build_parser().parse_args(["bench", "--shape", shape, "--device", "cuda"])
+        args = build_parser().parse_args(
+            ["bench", "--shape", shape, "--device", "cuda", "--bits", "4", "--group-size", "-1"]
+        )
         runner, _ = _from_shape(args, CONTEXT)
         pages = 20 * page_count(CONTEXT)
         runner.reserve(18, pages + 1)
