@@ -12,6 +12,7 @@ from nibblelm.ops.types import PackedLinear, QuantizedWeight, Weight
 
 ACTIVATIONS = ("silu", "tanh", "erf", "softcap", "relu", "scale")  # in the order of csrc/cpu/kernels.h
 PANEL_ROWS = 64  # csrc/cpu/panels.h
+_STREAMED_ROWS = 12  # up to which panels are read once, in their order: from gates to ups and back, 8 % slower
 
 
 def quantized_part(weight: QuantizedWeight) -> tuple[int, int, int, int, int]:
@@ -67,8 +68,14 @@ def linear_activation(
     n = weight.shape[0]
     if form not in (*ACTIVATIONS[:3], "relu") or weight.bits not in (4, 8) or (gated and n % (2 * PANEL_ROWS)):
         raise ValueError(f"activation {form!r} of a linear with {weight.bits} bits, {n} rows, gated {gated}")
-    out = x.new_empty(x.shape[0], n // 2 if gated else n, dtype=dtype)
-    return _linear(x, weight, bias, activation_bits, out, form, gated)
+    m = x.shape[0]
+    out = x.new_empty(m, n // 2 if gated else n, dtype=dtype)
+    if not gated or m > _STREAMED_ROWS:
+        return _linear(x, weight, bias, activation_bits, out, form, gated)
+    y = _linear(x, weight, bias, activation_bits, x.new_empty(m, n, dtype=dtype), None, False)
+    _cpu.activate(y.data_ptr(), out.data_ptr(), m, n // 2, n, ACTIVATIONS.index(form), True, 0.0)
+    keep(y, out)
+    return out
 
 
 def _linear(
