@@ -338,7 +338,7 @@ void add_minimum(const Group& group, const Activations& a, int64_t token, int64_
 }
 
 // total += scale * dot products, where dot(row, tile) are those of row = token * kDigits + digit, constants both.
-// kSmall: every integer is below 2^24, so that the zero-point may be taken off in fp32.
+// kSmall: every integer is below 2^24, so that the zero-point may be taken off in fp32 (for one token that is slower).
 template <int kDigits, int kTokens, bool kSmall, typename Dot>
 NIBBLE_INLINE void add_dots(const Group& group, const Activations& a, int64_t token, int64_t g, const Dot& dot,
                             float (*total)[kPanelRows]) {
@@ -409,7 +409,8 @@ __attribute__((noinline)) void add_group(const Group& group, const Activations& 
   bool any_high = false;
   if constexpr (kDigits == 1) any_high = high_dots<kCodes>(group, a, token * a.groups + g, products, places);
   const auto add = [&](const auto& dot) NIBBLE_LAMBDA {
-    if (!any_high && width <= kSmallWidth) return add_dots<kDigits, kTokens, true>(group, a, token, g, dot, total);
+    if (kTokens > 1 && !any_high && width <= kSmallWidth)
+      return add_dots<kDigits, kTokens, true>(group, a, token, g, dot, total);
     if (!any_high) return add_dots<kDigits, kTokens, false>(group, a, token, g, dot, total);
     const auto with_high = [&](auto row, auto t) NIBBLE_LAMBDA { return dot(row, t) + load(places[row] + t * kLanes); };
     if constexpr (kDigits == 1) add_dots<kDigits, kTokens, false>(group, a, token, g, with_high, total);
