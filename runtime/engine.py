@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from nibblelm.rope import rope_bytes
 from nibblelm.runner import Runner
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.scheduler import Scheduler, least_pages, most_pages
+from nibblelm.sizes import parse_size
 from nibblelm.speculation import speculation
 from nibblelm.structured import Guides
 from nibblelm.tokenizer import Tokenizer, load_tokenizer
@@ -67,9 +68,10 @@ class LLM:
     max_context  positions, default the model's limit (on CUDA at most 8,192)
     strict       make unknown keys of config.json an error
     graph        replay decode steps as recorded programs (False: call by call, the same tokens)
-    kv_memory    bytes for keys and values, default what `max_sequences` of the whole context take, but at most 60 % of
-                 what is free; on the CPU they are taken as they are used. A context that was not asked for is cut to
-                 it. Where every layer has a sliding window, a sequence takes no more than its window and a step need
+    kv_memory    bytes for keys and values, also as "8G"; default what `max_sequences` of the whole context take, but at
+                 most 60 % of what is free; on the CPU they are taken as they are used. A context that was not asked for
+                 is cut to it. Where all layers have a sliding window, a sequence takes no more than its window and a
+                 step need
     max_sequences   sequences that are computed together, default 64 on the CPU and 256 on CUDA; others wait
     speculate    "ngram": draft what may come next from prompt and output; the tokens are the same (docs/serving.md)
 
@@ -93,7 +95,7 @@ class LLM:
         strict: bool = False,
         revision: str | None = None,
         graph: bool = True,
-        kv_memory: int | None = None,
+        kv_memory: int | str | None = None,
         max_sequences: int | None = None,
         speculate: Literal["ngram"] | None = None,
     ) -> None:
@@ -107,6 +109,8 @@ class LLM:
         self.folder = checkpoint.folder
         self.config: DecoderConfig = family(checkpoint.config).read_config(checkpoint.config, strict)
         self.max_context = self._context(max_context)
+        if isinstance(kv_memory, str):
+            kv_memory = parse_size(kv_memory, "kv_memory", RequestError)
         _check_positive(kv_memory=kv_memory, max_sequences=max_sequences)
         self.max_sequences = max_sequences or MAX_SEQUENCES[self.device.type]
         self.generation_config = checkpoint.generation_config
@@ -234,9 +238,13 @@ class LLM:
         if n is not None and (not isinstance(n, int) or n < 1):
             raise RequestError(f"n is {n!r}; supported: 1 or more outputs for each prompt")
         requests: list[Request] = []
-        for prompt, own in zip(texts, each, strict=True):
-            ids, resolved = self.encode(prompt), self.resolve(own, options)
-            requests += self.requests(ids, resolved, n or 1)
+        for i, (prompt, own) in enumerate(zip(texts, each, strict=True)):
+            try:
+                requests += self.requests(self.encode(prompt), self.resolve(own, options), n or 1)
+            except RequestError as error:
+                if single:
+                    raise
+                raise type(error)(f"prompts[{i}]: {error}") from error
         outputs = self._outputs(requests)
         if single and n is None:
             if outputs[0].error is not None:
@@ -275,12 +283,25 @@ class LLM:
 
     def logits(self, ids: Sequence[int] | np.ndarray | Tensor) -> Tensor:
         """Logits (len(ids), vocab) in fp32 of a prompt of token ids, computed by prefill."""
+        if isinstance(ids, str):
+            raise RequestError("logits takes token ids, which encode makes of a text")
         request = LogitsRequest(prompt_ids(ids), self.config.vocab_size, self.max_context)
         return self.engine.add(request).result()
 
     def close(self) -> None:
-        """End the thread that computes. Unfinished requests, and later ones, get an EngineError."""
+        """End the thread that computes, as the end of a `with` block does. Unfinished requests, and later ones, get an
+        EngineError."""
         self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        kinds = f"{self.config.model_type}, {self.device}, activations {self.activations} bits"
+        return f"LLM({str(self.folder)!r}: {kinds}, context {self.max_context})"
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Token ids of a conversation, as the model's chat template writes it for the answer to come."""

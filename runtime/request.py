@@ -47,6 +47,7 @@ class GenerationOutput:
     finish_reason  "stop" (end token or stop string), "length" (`limit` says which: "max_tokens" or "context") or, in a
                    list of prompts, "error": `error` says why the request could not go on, text and ids stop before it;
                    `error_type` is the exception's name: "SchemaError" where the answer could not follow its schema
+    stop_reason    the stop string, or the one of stop_token_ids, that ended it; None where it was the model's end token
     logprobs       per token, from the raw logits, if asked for; prompt_logprobs likewise (None for the first token)
     """
 
@@ -60,6 +61,7 @@ class GenerationOutput:
     timings: Timings
     error: str | None = None
     error_type: str | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclasses.dataclass(slots=True)  # as Sampled is
@@ -155,7 +157,7 @@ class Request:
             self.finish = "stop"
         elif self.text is not None:
             text = self.text.push(chosen.token_id)
-            self.finish = "stop" if self.text.stopped else None
+            self.finish = None if self.text.stop is None else "stop"
         if self.finish is None and len(self.sampled) == self.most:
             self.finish = "length"
         if self.finish is not None and self.text is not None:
@@ -186,7 +188,14 @@ class Request:
             ),
             error=self.error,
             error_type=self.error_type,
+            stop_reason=self._stop_reason(),
         )
+
+    def _stop_reason(self) -> str | int | None:
+        if self.finish != "stop" or (self.text is not None and self.text.stop is not None):
+            return None if self.text is None else self.text.stop
+        last = self.sampled[-1].token_id
+        return last if last in (self.params.stop_token_ids or ()) else None
 
 
 class LogitsRequest:

@@ -30,17 +30,21 @@ _LISTS, _MAPPINGS = (tuple, list, Sequence), (dict, Mapping)  # what is asked of
 _NUMBERS: dict[str, tuple[type, float, float, str]] = {  # least and most, and how a message says that
     "max_tokens": (int, 1, math.inf, "-1 (no limit) or at least 1"),
     "temperature": (float, 0, 100, "0 (greedy) to 100"),
-    "top_k": (int, 0, math.inf, "0 (off) or more"),
+    "top_k": (int, 0, math.inf, "0 or -1 (off), or more"),
     "top_p": (float, 0, 1, "0 to 1 (off)"),
     "min_p": (float, 0, 1, "0 (off) to 1"),
     "repetition_penalty": (float, 0.01, 100, "0.01 to 100, 1 is off"),
     "presence_penalty": (float, -2, 2, "-2 to 2, 0 is off"),
     "frequency_penalty": (float, -2, 2, "-2 to 2, 0 is off"),
-    "seed": (int, 0, 2**64 - 1, "0 to 2**64 - 1"),
+    "seed": (int, 0, 2**64 - 1, "0 to 2**64 - 1, or -1 (random)"),
     "min_tokens": (int, 0, math.inf, "0 (off) or more"),
     "logprobs": (int, 0, math.inf, "0 or more"),
     "prompt_logprobs": (int, 0, math.inf, "0 or more"),
 }
+
+
+_MINUS_ONE = {"max_tokens": -1, "top_k": 0, "seed": None}
+"""What -1 means where other engines have it so."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,12 @@ class SamplingParams:
 
     max_tokens          most tokens to generate (256); -1: until end of sequence or the context limit
     temperature         0: greedy; 0.8
-    top_k               0: off (the default)
+    top_k               0 or -1: off (the default)
     top_p, min_p        1 and 0: off; 0.95 and 0
     repetition_penalty  1: off; counts prompt and output
     presence_penalty, frequency_penalty   0: off; count output
     logit_bias          added to the logits of these token ids; -inf forbids a token
-    seed                None: random, reported with the result
+    seed                None or -1: random, reported with the result
     stop                strings that end the text; they are not part of it
     stop_token_ids      tokens that end it, besides the model's own
     ignore_eos          go on after the end-of-sequence token
@@ -77,7 +81,7 @@ class SamplingParams:
     frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
-    stop: Sequence[str] | None = None
+    stop: Sequence[str] | str | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -120,7 +124,8 @@ class SamplingParams:
         guided = [name for name in ("schema", "regex", "grammar") if getattr(self, name) is not None]
         if guided:
             ends = f"with {guided}, which end answers"
-            _require(len(guided) < 2, " and ".join(guided), "given", "one of schema, regex and grammar")
+            if len(guided) > 1:
+                raise RequestError(f"{' and '.join(guided)} are given; supported: one of schema, regex and grammar")
             _require(not self.ignore_eos, "ignore_eos", True, f"False {ends}")
             _require(not self.min_tokens, "min_tokens", self.min_tokens, f"0 {ends}")
         if self.logit_bias is not None:
@@ -159,8 +164,9 @@ def _number(name: str, value: Any, kind: type, low: float, high: float, supporte
     """A number of NumPy, or a fraction, as what computes with it knows them. Raises RequestError for any other."""
     abstract: Any = Integral if kind is int else Real
     number = type(value) is int or (isinstance(value, abstract) and not isinstance(value, bool))
-    in_range = number and (low <= value <= high or (name == "max_tokens" and value == -1))
-    _require(bool(in_range), name, value, f"{kind.__name__}, {supported}")
+    if number and value == -1 and name in _MINUS_ONE:
+        return _MINUS_ONE[name]
+    _require(bool(number and low <= value <= high), name, value, f"{kind.__name__}, {supported}")
     return kind(value)
 
 

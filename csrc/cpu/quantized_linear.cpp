@@ -3,6 +3,8 @@
 // Per group of k an activation is a fixed-point number made of one to three signed bytes ("digits", base 256), so
 // the dot product with the codes is exact in int32 whatever the order. Only the sum over groups is in fp32, in
 // ascending order with one fused multiply-add per group: the same for every m, thread count and instruction set.
+// Zero-points are taken off in each group; with one digit and one scale per row at the end, which reads scales and
+// zero-points when the codes before them have brought them along. (More digits would lose some of what they are for.)
 //
 // Where one digit is asked for and a few values stand out from their group, the scale is that of the others: the two
 // blocks of eight k that hold the largest values get a second digit. Its products are integers too, and few.
@@ -42,6 +44,7 @@ struct Activations {
   int8_t* digits;       // (m, kDigits) rows of `stride` bytes, most significant digit last
   float* scale;         // (m, groups)
   int32_t* sums;        // (m, groups, kDigits): sum of the digits (with one: of the values), for the zero-point
+  float* scaled_sums;   // (m), with one digit: of all groups' scale * sum
   uint8_t* high_count;  // (m, groups), with one digit: how many blocks of `high` are in use
   High* high;           // (m, groups), the same
   int64_t stride, group, groups;
@@ -155,6 +158,13 @@ void quantize_activations(const QuantizedLinearArgs& args, const Activations& a)
                                 a.digits + m * kDigits * a.stride + first, a.stride, a.scale + at,
                                 a.sums + at * kDigits, a.high_count + at, a.high + at);
       }
+      if constexpr (kDigits == 1) {
+        float sum = 0.0f;
+        for (int64_t at = m * a.groups; at < (m + 1) * a.groups; ++at) {
+          sum = __builtin_fmaf(a.scale[at], static_cast<float>(a.sums[at]), sum);
+        }
+        a.scaled_sums[m] = sum;
+      }
     }
   });
 }
@@ -193,22 +203,21 @@ alignas(64) constexpr float kOnes[kPanelRows] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1
                                                  1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                                  1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
-alignas(64) constexpr int32_t kZeros[kPanelRows] = {};
-
 // One scale per row is applied after the sum over k; the minimum form cannot wait that long.
 NIBBLE_INLINE bool scale_at_end(const QuantizedPanels& w) { return w.groups == 1 && w.offset != Offset::minimum; }
+NIBBLE_INLINE bool zero_at_end(const QuantizedPanels& w, int digits) { return digits == 1 && scale_at_end(w); }
 
 // What the inner loops read for one group of a panel; each array has a value per row.
 struct Group {
   const uint8_t* codes;
   const float* factor;
-  const int32_t* zero;
+  const int32_t* zero;   // null where it is taken off at the end
   const float* minimum;  // null in the zero-point form
 
-  Group(const uint8_t* group_codes, const GroupValues& v, const QuantizedPanels& w)
+  Group(const uint8_t* group_codes, const GroupValues& v, const QuantizedPanels& w, bool whole)
       : codes(group_codes),
         factor(scale_at_end(w) ? kOnes : v.scale),
-        zero(v.zero),
+        zero(whole ? nullptr : v.zero),
         minimum(w.offset == Offset::minimum ? v.minimum : nullptr) {}
 };
 
@@ -216,9 +225,13 @@ struct Group {
 // groups stay in L1 while all tokens meet them; for few tokens codes are read where they lie.
 class PanelReader {
  public:
-  PanelReader(const QuantizedPanels& w, int64_t index, int64_t group, bool expand)
-      : w_(w), base_(w.buffer->data() + index * w.panel_bytes()), group_(group), expand_(expand) {
-    if (w.groups == 1) row_values_.decode(w, base_ + w.code_bytes(w.padded_k()));
+  PanelReader(const QuantizedPanels& w, int64_t index, int64_t group, int digits, bool expand)
+      : w_(w),
+        base_(w.buffer->data() + index * w.panel_bytes()),
+        group_(group),
+        zero_at_end_(zero_at_end(w, digits)),
+        expand_(expand) {
+    if (w.groups == 1 && !zero_at_end_) row_values();
   }
   static int64_t groups_at_once(int64_t group) { return group < kBlock ? kBlock / group : 1; }
   static size_t scratch_bytes(int64_t group) {
@@ -226,7 +239,12 @@ class PanelReader {
     return static_cast<size_t>(groups * group * kPanelRows + groups * int64_t{sizeof(GroupValues) + sizeof(Group)});
   }
   int64_t width(int64_t g) const { return min(group_, w_.padded_k() - g * group_); }
-  const float* row_scale() const { return scale_at_end(w_) ? row_values_.scale : kOnes; }
+  // Of the rows, once all groups are read.
+  const float* row_scale() {
+    if (zero_at_end_) row_values();
+    return scale_at_end(w_) ? row_values_.scale : kOnes;
+  }
+  const int32_t* row_zero() const { return row_values_.zero; }
 
   // Groups [g, g + count), count at most groups_at_once(), valid until the next call.
   const Group* read(int64_t g, int64_t count, uint8_t* scratch) {
@@ -237,13 +255,15 @@ class PanelReader {
       const uint8_t* codes = base_ + w_.code_bytes(k) + (w_.groups == 1 ? 0 : (g + i) * behind_codes);
       if (w_.groups > 1) values[i].decode(w_, codes + w_.code_bytes(width(g + i)));
       if (expand_) codes = expand(codes, scratch + i * group_ * kPanelRows, width(g + i));
-      groups[i] = Group(codes, w_.groups == 1 ? row_values_ : values[i], w_);
+      groups[i] = Group(codes, w_.groups == 1 ? row_values_ : values[i], w_, zero_at_end_);
     }
     return groups;
   }
 
  private:
   static constexpr int64_t kBlock{512};  // k: 32 KiB of codes
+
+  void row_values() { row_values_.decode(w_, base_ + w_.code_bytes(w_.padded_k())); }
 
   static const uint8_t* expand(const uint8_t* from, uint8_t* to, int64_t width) {
     constexpr int64_t kStep = kPanelRows * 4;  // bytes of four k
@@ -260,7 +280,7 @@ class PanelReader {
   const QuantizedPanels& w_;
   const uint8_t* base_;
   const int64_t group_;  // of the activations: that of the weights, or kRowGroup
-  const bool expand_;
+  const bool zero_at_end_, expand_;
   GroupValues row_values_;
 };
 
@@ -363,17 +383,26 @@ NIBBLE_INLINE void add_dots(const Group& group, const Activations& a, int64_t to
   });
 }
 
-// What second digits add to the dot products of kTokens tokens: 256 times their own, (kTokens, 64) of which only those
-// of tokens that have some are written; `places` says for each token where its are. False if there are none.
+// The same where scale and zero-point of a row are applied at the end.
+template <int kTokens, typename Dot>
+NIBBLE_INLINE void add_dots_alone(const Activations& a, int64_t token, int64_t g, const Dot& dot,
+                                  float (*total)[kPanelRows]) {
+  const float* scale = a.scale + token * a.groups + g;
+  unroll<kTokens>([&](auto m) NIBBLE_LAMBDA {
+    const F32 factor = set1(scale[m * a.groups]);
+    unroll<kPanelTiles>([&](auto t) NIBBLE_LAMBDA {
+      float* out = total[m] + t * kLanes;
+      store(out, fma(to_float(dot(m, t)), factor, load(out)));
+    });
+  });
+}
+
+// dots[m] += 256 times the products of the second digits of each of kTokens tokens. Behind the dot products of all
+// codes, which have brought those of a group to L1.
 template <Codes kCodes, int kTokens>
-NIBBLE_INLINE bool high_dots(const Group& group, const Activations& a, int64_t at, int32_t (*products)[kPanelRows],
-                             const int32_t* (&places)[kTokens]) {
+NIBBLE_INLINE void add_high_dots(const Group& group, const Activations& a, int64_t at, int32_t (*dots)[kPanelRows]) {
   constexpr int64_t kStep = kPanelRows * 4;
-  bool any = false;
-  for (int m = 0; m < kTokens; ++m) any |= a.high_count[at + m * a.groups] > 0;
-  if (!any) return false;
   for (int m = 0; m < kTokens; ++m, at += a.groups) {
-    places[m] = a.high_count[at] > 0 ? products[m] : kZeros;
     if (a.high_count[at] == 0) continue;
     I32 sum[kPanelTiles];
     unroll<kPanelTiles>([&](auto t) NIBBLE_LAMBDA { sum[t] = set1(0); });
@@ -388,9 +417,9 @@ NIBBLE_INLINE bool high_dots(const Group& group, const Activations& a, int64_t a
         });
       });
     }
-    unroll<kPanelTiles>([&](auto t) NIBBLE_LAMBDA { store(products[m] + t * kLanes, shift_left<8>(sum[t])); });
+    unroll<kPanelTiles>(
+        [&](auto t) NIBBLE_LAMBDA { store(dots[m] + t * kLanes, load(dots[m] + t * kLanes) + shift_left<8>(sum[t])); });
   }
-  return true;
 }
 
 // total += group's share, for kTokens tokens.
@@ -404,32 +433,41 @@ __attribute__((noinline)) void add_group(const Group& group, const Activations& 
 #else
   constexpr bool kInRegisters = false;
 #endif
-  alignas(64) int32_t products[kTokens][kPanelRows];
-  const int32_t* places[kTokens];
+  const int64_t at = token * a.groups + g;
   bool any_high = false;
-  if constexpr (kDigits == 1) any_high = high_dots<kCodes>(group, a, token * a.groups + g, products, places);
+  if constexpr (kDigits == 1) {
+    for (int m = 0; m < kTokens; ++m) any_high |= a.high_count[at + m * a.groups] > 0;
+  }
   const auto add = [&](const auto& dot) NIBBLE_LAMBDA {
-    if (kTokens > 1 && !any_high && width <= kSmallWidth)
-      return add_dots<kDigits, kTokens, true>(group, a, token, g, dot, total);
-    if (!any_high) return add_dots<kDigits, kTokens, false>(group, a, token, g, dot, total);
-    const auto with_high = [&](auto row, auto t) NIBBLE_LAMBDA { return dot(row, t) + load(places[row] + t * kLanes); };
-    if constexpr (kDigits == 1) add_dots<kDigits, kTokens, false>(group, a, token, g, with_high, total);
+    if constexpr (kDigits == 1) {
+      if (group.zero == nullptr) return add_dots_alone<kTokens>(a, token, g, dot, total);
+    }
+    kTokens > 1 && !any_high && width <= kSmallWidth
+        ? add_dots<kDigits, kTokens, true>(group, a, token, g, dot, total)
+        : add_dots<kDigits, kTokens, false>(group, a, token, g, dot, total);
+    if (group.minimum != nullptr) add_minimum<kDigits, kTokens>(group, a, token, g, total);
   };
+  alignas(64) int32_t dots[kRows][kPanelRows];
   if constexpr (kInRegisters) {
 #if defined(__AVX512VNNI__)
-    I32 dots[kRows * kPanelTiles];
-    dot_six_rows(group.codes, digits, a.stride, width, dots);
-    add([&](auto row, auto tile) NIBBLE_LAMBDA { return dots[row * kPanelTiles + tile]; });
+    I32 sums[kRows * kPanelTiles];
+    dot_six_rows(group.codes, digits, a.stride, width, sums);
+    if (!any_high) {
+      return add([&](auto row, auto tile) NIBBLE_LAMBDA { return sums[row * kPanelTiles + tile]; });
+    }
+    unroll<kRows * kPanelTiles>(
+        [&](auto i) NIBBLE_LAMBDA { store(dots[i / kPanelTiles] + i % kPanelTiles * kLanes, sums[i]); });
 #endif
   } else {
-    alignas(64) int32_t dots[kRows][kPanelRows];
     for (int tile = 0; tile < kPanelTiles; tile += kTiles) {
       auto* out = reinterpret_cast<int32_t (*)[kPanelRows]>(dots[0] + tile * kLanes);
       dot_group<kCodes, kRows, kTiles, kStreamed>(group.codes + tile * 64, digits, a.stride, width, out);
     }
-    add([&](auto row, auto tile) NIBBLE_LAMBDA { return load(dots[row] + tile * kLanes); });
   }
-  if (group.minimum != nullptr) add_minimum<kDigits, kTokens>(group, a, token, g, total);
+  if constexpr (kDigits == 1) {
+    if (any_high) add_high_dots<kCodes, kTokens>(group, a, at, dots);
+  }
+  add([&](auto row, auto tile) NIBBLE_LAMBDA { return load(dots[row] + tile * kLanes); });
 }
 
 // total (tokens, 64) += the share of `count` groups from g on. Tokens go in blocks as large as the registers hold,
@@ -453,10 +491,14 @@ void add_groups(const PanelReader& panel, const Group* groups, int64_t g, int64_
 struct Products {
   const float (*total)[kPanelRows];
   const float* row_scale;
+  const float* sums;  // of each token, to be taken off row_zero times; or null
+  const int32_t* row_zero;
   int64_t first;  // row of the weight
 
   F32 scaled(const QuantizedLinearArgs& args, int64_t token, int row, int n) const {
-    const F32 sum = load(total[token] + row), factor = load(row_scale + row);
+    F32 sum = load(total[token] + row);
+    if (sums != nullptr) sum = fma(set1(-sums[token]), to_float(load(row_zero + row)), sum);
+    const F32 factor = load(row_scale + row);
     return args.bias == nullptr ? sum * factor : fma(sum, factor, load_first(args.bias + first + row, n));
   }
 };
@@ -517,13 +559,15 @@ void run_panel(const QuantizedLinearArgs& args, const Activations& a, int64_t in
   auto* total = reinterpret_cast<float (*)[kPanelRows]>(memory);
   const auto compute = [&](PanelReader& panel, int64_t at, float (*to)[kPanelRows]) {
     multiply<kDigits>(args, a, panel, streamed, token, end, to, memory + total_bytes);
-    return Products{to, panel.row_scale(), at * kPanelRows};
+    const float* sums = zero_at_end(w, kDigits) ? a.scaled_sums + token : nullptr;
+    const float* row_scale = panel.row_scale();
+    return Products{to, row_scale, sums, panel.row_zero(), at * kPanelRows};
   };
-  PanelReader panel(w, index, a.group, w.bits == 4 && !streamed);
+  PanelReader panel(w, index, a.group, kDigits, w.bits == 4 && !streamed);
   const Products products = compute(panel, index, total);
   if (!args.after.gated) return finish(args, products, nullptr, token, end);
   const int64_t up_index = index + w.panels() / 2;
-  PanelReader up_panel(w, up_index, a.group, w.bits == 4 && !streamed);
+  PanelReader up_panel(w, up_index, a.group, kDigits, w.bits == 4 && !streamed);
   const Products ups = compute(up_panel, up_index, total + (end - token));
   finish(args, products, &ups, token, end);
 }
@@ -536,11 +580,12 @@ void run(const QuantizedLinearArgs& args) {
   a.groups = (w.k + a.group - 1) / a.group;
   a.stride = (w.k + 63) / 64 * 64 + 64;  // slack for whole-vector stores; the odd line keeps rows off one cache set
   const int64_t scales = args.m * a.groups, high = kDigits == 1 ? scales : 0;
-  const int64_t words = scales * 4 * (1 + kDigits), blocks = high * int64_t{sizeof(High)};
+  const int64_t words = (scales * (1 + kDigits) + args.m) * 4, blocks = high * int64_t{sizeof(High)};
   auto* memory =
       static_cast<uint8_t*>(shared_scratch(static_cast<size_t>(words + blocks + high + args.m * kDigits * a.stride)));
   a.scale = reinterpret_cast<float*>(memory);
   a.sums = reinterpret_cast<int32_t*>(memory + scales * 4);
+  a.scaled_sums = reinterpret_cast<float*>(memory + scales * 4 * (1 + kDigits));
   a.high = reinterpret_cast<High*>(memory + words);
   a.high_count = memory + words + blocks;
   a.digits = reinterpret_cast<int8_t*>(a.high_count + high);

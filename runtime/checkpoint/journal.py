@@ -22,7 +22,7 @@ NAME = "journal.jsonl"
 
 
 class Journal:
-    """Opened for one conversion at a time; `records` are the units that an earlier run finished, by name."""
+    """In a folder that is `locked`; `records` are the units that an earlier run finished, by name."""
 
     def __init__(self, folder: Path, fingerprint: dict[str, Any]) -> None:
         path = folder / NAME
@@ -31,7 +31,6 @@ class Journal:
         self._path = path
         self.records: dict[str, dict[str, Any]] = {}
         try:
-            _lock(self._file, folder)
             self._read(fingerprint)
         except BaseException:
             self._file.close()
@@ -68,21 +67,29 @@ class Journal:
         self._append({"unit": unit, **record})
 
 
-def _lock(file: BinaryIO, folder: Path) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as cause:
-        raise ConvertError(f"another conversion is running and writing {folder}; wait for it or stop it") from cause
-
-
-def refuse_if_locked(folder: Path) -> None:
-    """Raise ConvertError when a running conversion holds the journal of `folder`."""
+def locked(folder: Path) -> BinaryIO:
+    """Make `folder`, and hold its journal until the file is closed. Raises ConvertError when a running conversion holds
+    it."""
     path = folder / NAME
-    if path.exists():
-        with typed_write_errors(path), path.open("rb") as file:
-            _lock(file, folder)
+    while True:
+        with typed_write_errors(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                file = path.open("a+b")
+            except FileNotFoundError:  # another conversion has just ended, and taken the folder away
+                continue
+        try:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as cause:
+            file.close()
+            raise ConvertError(f"another conversion is running and writing {folder}; wait for it or stop it") from cause
+        try:
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        except FileNotFoundError:
+            pass
+        file.close()
 
 
 def parse_lines(path: Path) -> tuple[list[dict[str, Any]], int]:

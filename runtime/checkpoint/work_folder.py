@@ -24,17 +24,27 @@ class WorkFolder:
         _check_destination(self._destination, Path(os.path.realpath(source)), overwrite)
         self.path = self._destination.with_name(f".{self._destination.name}.partial")
         self._replaced = self._destination.with_name(f".{self._destination.name}.replaced")
-        journal.refuse_if_locked(self.path)  # before any advice that would only hold once the other has ended
+        self._journal = journal.locked(self.path)
+        try:
+            _check_destination(self._destination, Path(os.path.realpath(source)), overwrite)  # nobody else makes it now
+            self._prepare(destination, resume, overwrite, needed)
+        except BaseException:
+            self._journal.close()
+            raise
+
+    def _prepare(self, destination: Path, resume: bool, overwrite: bool, needed: int) -> None:
         finished = len(journal.parse_lines(self.path / journal.NAME)[0]) > 1
         if finished and not resume and not overwrite:
             raise ConvertError(
                 f"an unfinished conversion to {destination} is in {self.path}: go on with --resume, or start again "
                 "with --overwrite"
             )
-        with typed_write_errors(self.path):
-            if self.path.exists() and not (resume and finished):
-                shutil.rmtree(self.path)
-            self.path.mkdir(parents=True, exist_ok=True)
+        if not (resume and finished):
+            with typed_write_errors(self.path):
+                for entry in self.path.iterdir():
+                    if entry.name != journal.NAME:
+                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                self._journal.truncate(0)
         held = sum(entry.stat().st_blocks * 512 for entry in os.scandir(self.path))
         free = shutil.disk_usage(self.path).free
         if free + held < needed:
@@ -48,6 +58,7 @@ class WorkFolder:
 
     def __exit__(self, *_: object) -> None:
         self._remove_if_unused()
+        self._journal.close()
 
     def _remove_if_unused(self) -> None:
         if self.path.exists() and len(journal.parse_lines(self.path / journal.NAME)[0]) < 2:

@@ -1,12 +1,13 @@
 """`nibblelm chat`: a conversation that keeps its history and its cache between turns."""
 
 import argparse
+import re
 import sys
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
 from nibblelm.cli.options import (
-    add_model_arguments,
+    add_load_arguments,
     add_sampling_arguments,
     load_model,
     print_footer,
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
     from nibblelm.engine import LLM
     from nibblelm.sampling_params import SamplingParams
 
+_COMMAND = re.compile(r"/\w+")
+
 HELP = "talk to a model with a chat template (/reset forgets, /exit leaves)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_load_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_sampling_arguments(parser)
 
@@ -50,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     while (line := _read()) is not None and line.strip() != "/exit":
         if line.strip() == "/reset":
             turns = []
+        elif _COMMAND.fullmatch(line.strip()):
+            print("unknown command: /reset forgets the conversation, /exit leaves", file=sys.stderr)
         elif line.strip():
             try:
                 asked = _fitted(llm, opening, [*turns, {"role": "user", "content": line}], params)

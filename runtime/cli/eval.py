@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ from nibblelm.cli.options import (
     add_activations_argument,
     add_device_argument,
     add_kv_argument,
+    add_model_argument,
     positive,
     shown_perplexity,
 )
@@ -19,7 +23,7 @@ _CTX = 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="model folder or hub id")
+    add_model_argument(parser)
     parser.add_argument("--text", required=True, type=Path, metavar="FILE", help="UTF-8 text to predict")
     parser.add_argument(
         "--against",
@@ -45,10 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    figures = _measure(args)
-    if args.json:
-        print(json.dumps(figures))
-        return 0
+    figures, record = _measure(args)
+    print(json.dumps(figures)) if args.json else _print(args, figures)
+    if args.record:
+        record()
+    return 0
+
+
+def _print(args: argparse.Namespace, figures: dict[str, Any]) -> None:
     p = figures["protocol"]
     start = "each after BOS" if p["bos"] else "without BOS"
     print(
@@ -70,11 +78,10 @@ def run(args: argparse.Namespace) -> int:
             f"right token      probability changes by {100 * figures['p_change_mean']:+.3f} % on average, "
             f"{100 * figures['p_change_rms']:.3f} % root mean square"
         )
-    return 0
 
 
-def _measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The figures and their protocol as plain values."""
+def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], None]]:
+    """The figures and their protocol as plain values, and what enters them in the model's folder."""
     from tqdm import tqdm
 
     from nibblelm.checkpoint import open_checkpoint
@@ -86,6 +93,8 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
         text = args.text.read_text(encoding="utf-8")
     except UnicodeDecodeError as cause:
         raise RequestError(f"{args.text} is not UTF-8 text: {cause}") from cause
+    if args.record:
+        _recordable(open_checkpoint(args.model).folder)
     options = {"kv": args.kv, "activations": args.activations}
     model = LLM(args.model, args.device, args.dtype, args.threads, args.ctx, **options)
     against, rounding = None, False
@@ -115,10 +124,22 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     if against is not None:
         protocol["against_activations"] = against.activations
     names = {"model": args.model, "text": str(args.text), "against": args.against}
-    if args.record:
-        kind = "activation_rounding" if rounding and args.kv == "auto" else "evaluations"
-        _record(model.folder, kind, args.text.name, {"against": args.against, "protocol": protocol, **figures})
-    return {**names, "protocol": protocol, **figures}
+    kind = "activation_rounding" if rounding and args.kv == "auto" else "evaluations"
+    entry = {"against": args.against, "protocol": protocol, **figures}
+    record = partial(_record, model.folder, kind, args.text.name, entry)
+    return {**names, "protocol": protocol, **figures}, record
+
+
+def _recordable(folder: Path) -> Path:
+    """The folder's nibblelm.json. Raises RequestError where there is none that can be written."""
+    from nibblelm.errors import RequestError
+
+    path = folder / "nibblelm.json"
+    if not path.is_file():
+        raise RequestError(f"{folder} has no nibblelm.json to record in: only folders of nibblelm convert have one")
+    if not os.access(folder, os.W_OK):  # a new file takes its place
+        raise RequestError(f"{folder} cannot be written to; leave out --record, or copy the folder")
+    return path
 
 
 def _record(folder: Path, kind: str, text: str, figures: dict[str, Any]) -> None:
@@ -127,8 +148,6 @@ def _record(folder: Path, kind: str, text: str, figures: dict[str, Any]) -> None
     from nibblelm.checkpoint.writer import write_json
     from nibblelm.errors import RequestError
 
-    path = folder / "nibblelm.json"
-    if not path.is_file():
-        raise RequestError(f"{folder} has no nibblelm.json to record in: only folders of nibblelm convert have one")
+    path = _recordable(folder)
     record = read_object(path, RequestError)
     write_json(path, {**record, kind: {**record.get(kind, {}), text: figures}})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nibblelm.cli.options import (
-    add_model_arguments,
+    add_load_arguments,
     add_sampling_arguments,
     load_model,
     print_footer,
@@ -24,7 +24,7 @@ HELP = "continue a prompt"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add_load_arguments(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - reads standard input")
     source.add_argument("-f", "--file", metavar="PATH", help="read the prompt from a file (UTF-8)")
@@ -37,11 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    prompt = _prompt(args)
-    llm = load_model(args)
-    params = sampling_params(args)
+    prompt, params = _prompt(args), sampling_params(args)
     if args.json_schema is not None:
-        params = dataclasses.replace(params, schema=_text(args.json_schema.read_bytes(), str(args.json_schema)))
+        params = dataclasses.replace(params, schema=_schema(args.json_schema))
+    llm = load_model(args)
     messages = _messages(llm, prompt, args)
     print_load(llm)
     pieces = llm.stream(prompt, params) if messages is None else llm.stream_chat(messages, params)
@@ -58,7 +57,22 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(flush=True)
         print_footer(output)
+    if args.json_schema is not None and output.finish_reason == "length":
+        print("nibblelm: warning: the answer is cut off before its JSON ends; raise --max-tokens", file=sys.stderr)
     return 0
+
+
+def _schema(path: Path) -> Any:
+    """What the file says: an object, or true for any JSON value."""
+    from nibblelm.errors import RequestError
+
+    try:
+        schema = json.loads(_text(path.read_bytes(), str(path)))
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{path} is not JSON: {error}") from error
+    if schema is not True and not isinstance(schema, dict):
+        raise RequestError(f"{path} is no JSON schema: an object, or true; it has {json.dumps(schema):.60}")
+    return schema
 
 
 def _prompt(args: argparse.Namespace) -> str:
@@ -79,7 +93,7 @@ def _text(data: bytes, name: str) -> str:
     from nibblelm.errors import RequestError
 
     try:
-        return data.decode()
+        return data.decode("utf-8-sig")  # the mark that some editors put first is no part of the text
     except UnicodeDecodeError as error:
         where = f"{name}, byte {error.start}"
         raise RequestError(f"{where}: {data[error.start]:#04x} is not UTF-8; convert the text to UTF-8") from error

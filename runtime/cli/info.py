@@ -4,14 +4,13 @@ import argparse
 import json
 from typing import Any
 
-from nibblelm.cli.options import shown_perplexity
+from nibblelm.cli.options import add_model_argument, shown_perplexity
 
 HELP = "print architecture, context, bits per weight and memory of a model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("-m", "--model", metavar="PATH|HUB_ID", help="model folder or hub id")
+    which = add_model_argument(parser)
     which.add_argument("--supported", action="store_true", help="list model families and the switches they understand")
     parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

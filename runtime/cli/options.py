@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from nibblelm.sampling_params import SamplingParams
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """-m and everything that decides how a model is loaded."""
-    parser.add_argument("-m", "--model", required=True, metavar="PATH|HUB_ID", help="model folder or hub id")
-    add_load_arguments(parser)
+def add_model_argument(parser: argparse.ArgumentParser, required: bool = True) -> argparse._MutuallyExclusiveGroup:
+    """The model, by its place or as -m; returns the group of what stands in for it."""
+    group = parser.add_mutually_exclusive_group(required=required)
+    group.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="model folder or hub id")
+    group.add_argument("-m", "--model", dest="model", metavar="MODEL", help="the same")
+    return group
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """Everything that decides how a model is loaded, but the model."""
+    """Everything that decides how a model is loaded, and the model."""
+    add_model_argument(parser)
     add_device_argument(parser)
     parser.add_argument(
         "--dtype",
@@ -171,7 +174,8 @@ def warn_unheard(llm: "LLM", system: str) -> None:
 def print_footer(output: "GenerationOutput") -> None:
     """Tokens, speed and peak memory of a request, on standard error."""
     t = output.timings
-    reason = "context is full" if output.limit == "context" else output.limit or "end of text"
+    ended = "end of text" if output.stop_reason is None else f"stopped at {output.stop_reason!r}"
+    reason = "context is full" if output.limit == "context" else output.limit or ended
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     drafts = f"drafts: {t.accepted_tokens} of {t.drafted_tokens} tokens right | " if t.drafted_tokens else ""
     print(

@@ -19,7 +19,6 @@ _TIME = number(float, "more than 0 and at most 1000000 seconds", lambda value: 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="model folder or hub id")
     add_load_arguments(parser)
     parser.add_argument(
         "--max-sequences", type=positive, metavar="N", help="outputs computed together (64 on the CPU, 256 on CUDA)"
@@ -39,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-queue", type=_COUNT, default=256, metavar="N", help="outputs that may wait (256)")
     group.add_argument("--timeout", type=_TIME, default=3600, metavar="S", help="seconds of one request (3600)")
     group.add_argument("--drain", type=_SECONDS, default=30, metavar="S", help="seconds to end in, after SIGTERM (30)")
+    group.add_argument("--log-requests", action="store_true", help="a line for each request on standard error")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     names = args.served_model_name or [args.model]
     if "" in names or len(set(names)) < len(names):
         raise RequestError(f"--served-model-name gives {names}; supported: names that differ, none of them empty")
-    options = Options(args.host, args.port, keys, args.cors, limits, args.drain)
+    log = sys.stderr if args.log_requests else None
+    options = Options(args.host, args.port, keys, args.cors, limits, args.drain, log)
     listening = bound(options.host, options.port)
     llm = load_model(args, args.max_sequences)
     print_load(llm)

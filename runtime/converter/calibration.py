@@ -63,6 +63,8 @@ def read_calibration(
     prefix = tokenizer.encode("")
     stream = [token for part in documents if part for token in _document(tokenizer, part)]
     room = min(LENGTH, config.max_positions, len(prefix) + len(stream)) - len(prefix)
+    if not stream:
+        raise ConvertError(f"the calibration text {path or _DEFAULT} is empty")
     if room < 1 or samples < 1:
         raise ConvertError(f"{samples} samples of {len(stream)} tokens: calibration needs at least one of each")
     pieces = torch.tensor(stream[: len(stream) // room * room]).view(-1, room)

@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
@@ -13,6 +13,8 @@ from nibblelm import __version__
 from nibblelm.request import GenerationOutput
 from nibblelm.sampler import Sampled
 from nibblelm.tokenizer import Tokenizer
+
+FEW_SCORES = 100
 
 LEAST_LOGPROB = -9999.0
 """What stands for minus infinity, which JSON has no word for."""
@@ -51,6 +53,18 @@ def usage(
 def answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """JSON in ASCII, which holds whatever a text may: lone surrogates, too."""
     return Response(json.dumps(value), status, headers, media_type="application/json")
+
+
+def brief(outputs: Sequence[GenerationOutput]) -> bool:
+    """Whether their log-probabilities are written within about a millisecond."""
+    return sum(len(output.logprobs or ()) + len(output.prompt_logprobs or ()) for output in outputs) <= FEW_SCORES
+
+
+def whole_answer(head: dict[str, Any], choices: Iterable[dict[str, Any]], usage: Callable[[], Any]) -> Response:
+    """An answer whose choices are written one by one: between two, a thread that does so makes way for others."""
+    start, shown = json.dumps(head)[:-1], ", ".join(map(json.dumps, choices))
+    text = f'{start}, "choices": [{shown}], "usage": {json.dumps(usage())}}}'
+    return Response(text, media_type="application/json")
 
 
 def event(value: str) -> str:

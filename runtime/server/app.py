@@ -1,11 +1,13 @@
 """The application: paths, who may use them, and errors in one form."""
 
 import hmac
+import time
 import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TextIO
+from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
@@ -31,8 +33,9 @@ _OPEN = ("/", "/health")
 """Paths that need no key: a load balancer has none, and the page asks for it."""
 
 
-def application(service: Service, keys: Sequence[str], origins: Sequence[str]) -> Starlette:
-    """keys: any of them opens all paths, none are needed without any; origins: of pages that may use the server."""
+def application(service: Service, keys: Sequence[str], origins: Sequence[str], log: TextIO | None = None) -> Starlette:
+    """keys: any of them opens all paths, none are needed without any; origins: of pages that may use the server; log:
+    gets a line for each request."""
     metrics, shown = Metrics(service), page()
 
     async def health(_: HttpRequest) -> Response:
@@ -71,7 +74,7 @@ def application(service: Service, keys: Sequence[str], origins: Sequence[str]) -
             Route("/v1/models/{name:path}", model),
             *(Route(path, post, methods=["POST"]) for path, post in posts.items()),
         ],
-        middleware=[*([cors] if origins else []), Middleware(_Guard, keys=list(keys), posts=posts)],
+        middleware=[*([cors] if origins else []), Middleware(_Guard, keys=list(keys), posts=posts, log=log)],
         exception_handlers={ApiError: _refused, HTTPException: _no_route, Exception: _failed},
     )
     app.router.redirect_slashes = False  # to http:// and what Host says, whatever a proxy before it speaks
@@ -104,25 +107,34 @@ class _Guard:
     """Asks for a key, and gives every answer a name that clients can quote. It passes on what is posted by itself: to
     look for its route takes half as long as to read it."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], posts: Mapping[str, ASGIApp]) -> None:
-        self._app, self._keys, self._posts = app, [key.encode() for key in keys], posts
+    def __init__(self, app: ASGIApp, keys: Sequence[str], posts: Mapping[str, ASGIApp], log: TextIO | None) -> None:
+        self._app, self._keys, self._posts, self._log = app, [key.encode() for key in keys], posts, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
 
+        name, begun, status = uuid.uuid4().hex, time.perf_counter(), 499  # where the client leaves
+
         async def named(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = uuid.uuid4().hex
+                MutableHeaders(scope=message)["x-request-id"], status = name, message["status"]
             await send(message)
 
-        if self._keys and scope["path"] not in _OPEN and not self._knows(Headers(scope=scope).get("authorization", "")):
-            message = "a key is needed, in the header Authorization: Bearer KEY"
+        given = Headers(scope=scope).get("authorization", "") if self._keys and scope["path"] not in _OPEN else None
+        if given is not None and not self._knows(given):
+            what = "this key is none of the server's; one is needed" if given else "a key is needed"
+            message = f"{what}, in the header Authorization: Bearer KEY"
             error = ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             await _answer(error)(scope, receive, named)
         else:
             app = self._posts.get(scope["path"], self._app) if scope["method"] == "POST" else self._app
             await app(scope, receive, named)
+        if self._log is not None:
+            whom, spent_ms = (scope["client"] or ("?",))[0], 1e3 * (time.perf_counter() - begun)
+            what = quote(scope["path"][:200], "/:")
+            print(f"{whom} {scope['method']} {what} {status} {spent_ms:.1f} ms {name}", file=self._log, flush=True)
 
     def _knows(self, authorization: str) -> bool:
         scheme, _, given = authorization.partition(" ")

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from nibblelm.errors import SchemaError
 from nibblelm.request import GenerationOutput, Request
 from nibblelm.sampler import Sampled
-from nibblelm.server.answers import Chunks, answer, finite, head, token_name, usage
+from nibblelm.server.answers import Chunks, brief, finite, head, token_name, usage, whole_answer
 from nibblelm.server.errors import ApiError, as_api_error
 from nibblelm.server.events import EventStream
 from nibblelm.server.fields import Fields
@@ -88,7 +89,7 @@ async def chat_completions(service: Service, http: HttpRequest) -> Any:
         if wanted.common.stream:
             return EventStream(service, handles, lambda: _Answer(service, wanted, prompt).events, room.pop_all())
         outputs = await service.outputs(handles, http.receive)
-        return answer(_Answer(service, wanted, prompt).whole(outputs))
+        return await service.in_pool(_Answer(service, wanted, prompt).whole, outputs, quick=brief(outputs))
 
 
 def _requests(service: Service, wanted: Chat) -> tuple[str, list[Request]]:
@@ -138,21 +139,21 @@ class _Answer:
         self._plain = wanted.common.params.logprobs is None
         self._of_text = [self._chunks.of_texts(partial(_said, place)) for place in range(wanted.common.n)]
 
-    def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
-        choices = []
-        for place, output in enumerate(outputs):
+    def whole(self, outputs: Sequence[GenerationOutput]) -> Response:
+        def choice(place: int) -> dict[str, Any]:
+            output = outputs[place]
             message = whole_message(self._parsers[place].push(output.text, final=True))
-            reason = self._reason(place, output)
             scores = self._scores(output.logprobs or [])
-            choices.append({"index": place, "message": message, "logprobs": scores, "finish_reason": reason})
-        return self._head | {"choices": choices, "usage": usage(outputs[:1], outputs)}
+            return {"index": place, "message": message, "logprobs": scores} | self._end(place, output)
+
+        return whole_answer(self._head, map(choice, range(len(outputs))), lambda: usage(outputs[:1], outputs))
 
     def events(self, batch: list[tuple[int, Any]]) -> Iterator[str]:
         """The role first, then what each token makes certain; at the end the usage, if it was asked for."""
         for place, piece in batch:
             if not self._begun[place]:
                 self._begun[place] = True
-                yield self._chunk(place, {"role": "assistant", "content": ""}, None, None)
+                yield self._chunk(place, {"role": "assistant", "content": ""}, None)
             if self._plain and piece.output is None and self._parsers[place].says_all:  # most of all
                 if piece.text:
                     yield self._of_text[place](piece.text)
@@ -160,20 +161,21 @@ class _Answer:
             deltas = self._parsers[place].push(piece.text, piece.output is not None)
             scores = self._scores([piece.logprobs] if piece.logprobs else [])
             for delta in deltas or ([{}] if scores is not None and scores["content"] else []):
-                yield self._chunk(place, delta, scores, None)
+                yield self._chunk(place, delta, scores)
                 scores = self._scores([])
             if piece.output is not None:
                 self._outputs[place] = piece.output
-                yield self._chunk(place, {}, None, self._reason(place, piece.output))
+                yield self._chunk(place, {}, None, **self._end(place, piece.output))
         if not batch and self._common.include_usage:
             outputs = [self._outputs[place] for place in range(self._common.n)]
             yield self._chunks.usage(usage(outputs[:1], outputs))
 
-    def _chunk(self, place: int, delta: Delta, scores: Any, reason: str | None) -> str:
-        return self._chunks.of(_choice(place, delta, scores, reason))
+    def _chunk(self, place: int, delta: Delta, scores: Any, **end: Any) -> str:
+        return self._chunks.of(_choice(place, delta, scores) | end)
 
-    def _reason(self, place: int, output: GenerationOutput) -> str:
-        return "tool_calls" if self._parsers[place].calls and output.finish_reason == "stop" else output.finish_reason
+    def _end(self, place: int, output: GenerationOutput) -> dict[str, Any]:
+        called = self._parsers[place].calls and output.finish_reason == "stop"
+        return {"finish_reason": "tool_calls" if called else output.finish_reason, "stop_reason": output.stop_reason}
 
     def _scores(self, sampled: Sequence[Sampled]) -> dict[str, Any] | None:
         most = self._common.params.logprobs
@@ -190,9 +192,9 @@ class _Answer:
         return {"token": token_name(self._tokenizer, token_id), "logprob": finite(logprob), "bytes": raw}
 
 
-def _choice(place: int, delta: Delta, scores: Any, reason: str | None) -> dict[str, Any]:
-    return {"index": place, "delta": delta, "logprobs": scores, "finish_reason": reason}
+def _choice(place: int, delta: Delta, scores: Any) -> dict[str, Any]:
+    return {"index": place, "delta": delta, "logprobs": scores, "finish_reason": None}
 
 
 def _said(place: int, text: str) -> dict[str, Any]:
-    return _choice(place, {"content": text}, None, None)
+    return _choice(place, {"content": text}, None)

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from nibblelm.errors import RequestError, TokenizerError
 from nibblelm.request import GenerationOutput, Request
 from nibblelm.sampler import Sampled
-from nibblelm.server.answers import Chunks, answer, finite, head, token_name, top_of, usage
+from nibblelm.server.answers import Chunks, brief, finite, head, token_name, top_of, usage, whole_answer
 from nibblelm.server.errors import as_api_error
 from nibblelm.server.events import EventStream
 from nibblelm.server.fields import Fields, is_integer
@@ -84,7 +85,7 @@ async def completions(service: Service, http: HttpRequest) -> Any:
         if stream:
             return EventStream(service, handles, lambda: _Answer(service, wanted, requests).events, room.pop_all())
         outputs = await service.outputs(handles, http.receive)
-        return answer(_Answer(service, wanted, requests).whole(outputs))
+        return await service.in_pool(_Answer(service, wanted, requests).whole, outputs, quick=brief(outputs))
 
 
 def _requests(service: Service, wanted: Completion) -> list[Request]:
@@ -113,15 +114,16 @@ class _Answer:
         places = range(len(requests)) if self._plain else ()
         self._of_text = [self._chunks.of_texts(partial(self._choice, i, [], None)) for i in places]
 
-    def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[GenerationOutput]) -> Response:
         self._outputs = dict(enumerate(outputs))
-        choices = []
-        for place, output in enumerate(outputs):
-            text, prompt_scores = self._beginning(place)
-            shown = output.text if self._wanted.asked else ""
-            scores = (output.logprobs or []) if self._wanted.asked else []
-            choices.append(self._choice(place, [*prompt_scores, *scores], self._reason(output), text + shown))
-        return self._head | {"choices": choices, "usage": self._usage()}
+
+        def choice(place: int) -> dict[str, Any]:
+            output, (text, scores) = outputs[place], self._beginning(place)
+            if self._wanted.asked:
+                text, scores = text + output.text, [*scores, *(output.logprobs or [])]
+            return self._choice(place, scores, output, text)
+
+        return whole_answer(self._head, map(choice, range(len(outputs))), self._usage)
 
     def events(self, batch: list[tuple[int, Any]]) -> Iterator[str]:
         """One event for each token; at the end the usage, if it was asked for."""
@@ -134,17 +136,18 @@ class _Answer:
             self._begun[place] = True
             if self._wanted.asked:
                 text, scores = text + piece.text, scores + ([piece.logprobs] if piece.logprobs else [])
-            reason = None
             if piece.output is not None:
-                self._outputs[place], reason = piece.output, self._reason(piece.output)
-            if text or scores or reason:
-                yield self._chunks.of(self._choice(place, scores, reason, text))
+                self._outputs[place] = piece.output
+            if text or scores or piece.output is not None:
+                yield self._chunks.of(self._choice(place, scores, piece.output, text))
         if not batch and self._wanted.common.include_usage:
             yield self._chunks.usage(self._usage())
 
-    def _reason(self, output: GenerationOutput) -> str | None:
+    def _end(self, output: GenerationOutput | None) -> dict[str, Any]:
         """Where no token was asked for, one is drawn and not shown: what it would end is not said."""
-        return "length" if not self._wanted.asked and output.finish_reason == "stop" else output.finish_reason
+        if output is None or (not self._wanted.asked and output.finish_reason == "stop"):
+            return {"finish_reason": None if output is None else "length", "stop_reason": None}
+        return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
 
     def _beginning(self, place: int) -> tuple[str, list[Sampled | None]]:
         """With echo the prompt, and the log-probabilities of its tokens (None for the first)."""
@@ -156,9 +159,11 @@ class _Answer:
             prompt = "" if self._tokenizer is None else self._tokenizer.decode(prompt)
         return prompt, list(request.prompt_logprobs or [])
 
-    def _choice(self, place: int, scores: list[Sampled | None], reason: str | None, text: str) -> dict[str, Any]:
+    def _choice(
+        self, place: int, scores: list[Sampled | None], output: GenerationOutput | None, text: str
+    ) -> dict[str, Any]:
         shown = None if self._wanted.common.params.logprobs is None else self._logprobs(place, scores)
-        return {"index": place, "text": text, "logprobs": shown, "finish_reason": reason}
+        return {"index": place, "text": text, "logprobs": shown} | self._end(output)
 
     def _logprobs(self, place: int, scores: list[Sampled | None]) -> dict[str, Any]:
         most = self._wanted.common.params.logprobs or 0

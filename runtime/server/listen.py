@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TextIO
 
 import httptools
 import uvicorn
@@ -38,6 +38,7 @@ class Options:
     keys      any of them is asked for; none: everyone may come. RequestError for one that is not visible ASCII
     origins   of web pages that may use the server from a browser, "*" for all
     drain_s   seconds that running requests have to end after SIGTERM
+    log       gets a line for each request
     """
 
     host: str = "127.0.0.1"
@@ -46,6 +47,7 @@ class Options:
     origins: Sequence[str] = ()
     limits: Limits = field(default_factory=Limits)
     drain_s: float = 30.0
+    log: TextIO | None = None
 
     def __post_init__(self) -> None:
         origins = tuple(origin.lower().removesuffix("/") for origin in self.origins)  # as browsers send them
@@ -82,7 +84,7 @@ def serve(llm: LLM, names: Sequence[str], listening: socket.socket, options: Opt
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are about requests of strangers
     service = Service(llm, names, options.limits)
     llm.engine.start()
-    config = configured(application(service, options.keys, options.origins))
+    config = configured(application(service, options.keys, options.origins, options.log))
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         return runner.run(_run(service, config, listening, options.drain_s))
 

@@ -107,7 +107,7 @@ def _ids(f: Fields, name: str) -> list[int]:
 
 def _seed(f: Fields, name: str) -> int | None:
     seed = f.integer(name, -(2**63), 2**64 - 1)
-    return None if seed is None else seed % 2**64
+    return None if seed in (None, -1) else seed % 2**64
 
 
 def _number(low: float, high: float) -> Callable[[Fields, str], float | None]:
@@ -120,7 +120,7 @@ def _integer(low: int, high: int) -> Callable[[Fields, str], int | None]:
 
 _READERS: dict[str, Callable[[Fields, str], Any]] = {
     "temperature": _number(0, 2),
-    "top_k": _integer(0, 1 << 30),
+    "top_k": _integer(-1, 1 << 30),
     "top_p": _number(0, 1),
     "min_p": _number(0, 1),
     "repetition_penalty": _number(0.01, 100),

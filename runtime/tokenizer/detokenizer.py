@@ -199,19 +199,20 @@ class StopFinder:
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
-        self.stopped = False
+        self.stop: str | None = None  # that is complete
 
     def push(self, text: str, final: bool = False) -> str:
-        """Text that is safe to show; "" once `stopped`. `final` gives out what was held back."""
+        """Text that is safe to show; "" behind a `stop`. `final` gives out what was held back."""
         if not self._stops:
             return text
-        if self.stopped:
+        if self.stop is not None:
             return ""
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            _, at, self.stop = min(found)
+            self._held = ""
+            return text[:at]
         keep = 0 if final else self._could_start(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

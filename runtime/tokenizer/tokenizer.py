@@ -205,9 +205,9 @@ class TextStream:
         return text
 
     @property
-    def stopped(self) -> bool:
-        """Whether a stop string is complete; the text from it on is dropped."""
-        return self._stops.stopped
+    def stop(self) -> str | None:
+        """The stop string that is complete, if one is; the text from it on is dropped."""
+        return self._stops.stop
 
     @property
     def text(self) -> str:

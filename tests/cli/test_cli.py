@@ -58,6 +58,9 @@ def test_prompt_from_stdin_file_and_json(stories: str, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("Once upon a time")
     options = ("-m", stories, "-n", "8", "--temp", "0")
     from_file = run("generate", *options, "-f", str(tmp_path / "prompt.txt"))
+    (tmp_path / "prompt.txt").write_text("Once upon a time", encoding="utf-8-sig")
+    marked = run("generate", *options[1:], "-f", str(tmp_path / "prompt.txt"))  # the model by its place
+    assert marked.stdout == from_file.stdout
     from_stdin = run("generate", *options, "-p", "-", stdin="Once upon a time")
     as_json = run("generate", *options, "-p", "Once upon a time", "--json")
     assert from_file.stdout == from_stdin.stdout
@@ -125,6 +128,8 @@ def test_prompts_that_cannot_be_read_are_one_line(stories: str, tmp_path: Path) 
         (("generate", "-m", "{stories}", "-p", "a", "--system", "Be brief"), 1, "chat template"),
         (("chat", "-m", "{stories}"), 1, "chat template"),
         (("info", "-m", "{stories}/model.safetensors"), 1, "model.safetensors"),
+        (("info", "{stories}", "-m", "x"), 2, "not allowed with"),
+        (("info",), 2, "required"),
     ],
 )
 def test_expected_failures_are_one_line(args: tuple[str, ...], code: int, message: str, stories: str) -> None:
@@ -152,9 +157,16 @@ def test_json_schema_is_read_from_a_file(stories: str, tmp_path: Path) -> None:
     assert len(answer) <= 3
     assert set(answer) <= {"grün", 7}
     (tmp_path / "wrong.json").write_text('{"type": "strange"}')
+    (tmp_path / "text.json").write_text("{type: string}")
+    (tmp_path / "number.json").write_text("7")
+    (tmp_path / "any.json").write_text("true", encoding="utf-8-sig")
+    cut = run("generate", *options, str(tmp_path / "any.json"), "-n", "1")
+    assert (cut.returncode, "cut off before its JSON ends" in cut.stderr) == (0, True)
     (tmp_path / "latin1.json").write_bytes(b'{"enum": ["gr\xfcn"]}')
     for name, message in (
         ("wrong.json", "the schema cannot be"),
+        ("text.json", "text.json is not JSON"),
+        ("number.json", "number.json is no JSON schema"),
         ("latin1.json", "latin1.json, byte 13: 0xfc is not UTF-8"),
         ("none.json", "No such file"),
     ):
@@ -361,8 +373,9 @@ def test_a_closed_pipe_is_quiet(stories: str) -> None:
 
 def test_chat_session(chatty: str) -> None:
     options = ("chat", "-m", chatty, "--temp", "0", "-n", "12")
-    reset = run(*options, stdin="Once upon a time\n/reset\nOnce upon a time\n/exit\n")
+    reset = run(*options, stdin="Once upon a time\n/reset\n/help\nOnce upon a time\n/exit\n")
     assert reset.returncode == 0, reset.stderr
+    assert "unknown command: /reset forgets" in reset.stderr
     first, second = reset.stdout.strip().splitlines()
     assert first == second
     tokens = [int(n) for n in re.findall(r"prompt: (\d+) tokens", reset.stderr)]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nibblelm import LLM, SamplingParams, convert
-from nibblelm.errors import CheckpointError, ConfigError, DeviceError, RequestError
+from nibblelm.errors import CheckpointError, ConfigError, DeviceError, EngineError, RequestError
 from nibblelm.models import family
 from nibblelm.pages import PAGE
 from nibblelm.prompt_steps import program_bytes
@@ -50,6 +50,34 @@ def test_golden_text_from_int8(stories: Path, tmp_path: Path) -> None:
     convert(stories, tmp_path / "int8", bits=8)
     output = LLM(tmp_path / "int8", device="cpu", dtype="fp32").generate("", max_tokens=200, temperature=0)
     assert " ".join(output.text.split()).startswith(GOLDEN)
+
+
+def test_what_ended_an_answer(llm: LLM) -> None:
+    whole = llm.generate("Once upon a time", max_tokens=20, temperature=0)
+    assert (whole.finish_reason, whole.stop_reason) == ("length", None)
+    by_text = llm.generate("Once upon a time", max_tokens=20, temperature=0, stop="there was")
+    assert (by_text.finish_reason, by_text.stop_reason) == ("stop", "there was")
+    by_id = llm.generate("Once upon a time", max_tokens=20, temperature=0, stop_token_ids=[whole.token_ids[3]])
+    assert (by_id.finish_reason, by_id.stop_reason) == ("stop", whole.token_ids[3])
+    assert llm.generate("", temperature=0, max_tokens=-1).stop_reason is None
+
+
+def test_a_with_block_ends_the_thread_that_computes(stories: Path) -> None:
+    with LLM(stories, device="cpu", dtype="fp32", kv_memory="1M") as own:
+        assert own.kv_bytes <= 2**20
+        assert str(stories) in repr(own)
+        own.generate("a", max_tokens=2)
+    with pytest.raises(EngineError):
+        own.generate("a", max_tokens=2)
+    with pytest.raises(RequestError, match="kv_memory"):
+        LLM(stories, device="cpu", kv_memory="much")
+
+
+def test_errors_say_which_prompt(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"prompts\[1\]: the prompt has \d+ tokens"):
+        llm.generate(["a", "a b " * 600], max_tokens=2)
+    with pytest.raises(RequestError, match="logits takes token ids"):
+        llm.logits("a")  # type: ignore[arg-type]
 
 
 def test_batch_equals_one_by_one(llm: LLM) -> None:

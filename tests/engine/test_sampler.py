@@ -352,6 +352,12 @@ def test_resolution_order() -> None:
         SamplingParams().resolve({"temperature": -1})
 
 
+def test_minus_one_is_off_or_random_as_elsewhere() -> None:
+    params = SamplingParams(top_k=-1, seed=-1).resolve({"top_k": 5})
+    assert (params.top_k, params.seed) == (0, None)
+    assert SamplingParams().resolve({"top_k": -1}).top_k == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -359,7 +365,9 @@ def test_resolution_order() -> None:
         ({"temperature": math.nan}, "temperature is nan"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"temperature": True}, "temperature is True"),
-        ({"top_k": -1}, "top_k is -1"),
+        ({"top_k": -2}, "top_k is -2"),
+        ({"seed": -2}, "seed is -2"),
+        ({"schema": True, "regex": "a"}, "schema and regex are given; supported: one of"),
         ({"top_k": 1.5}, "top_k is 1.5"),
         ({"top_p": 1.01}, "top_p is 1.01"),
         ({"min_p": -1}, "min_p is -1"),

@@ -66,7 +66,7 @@ def check_stream(tokenizer: Tokenizer, ids: list[int], stops: list[str], skip: b
     cut = first_stop_cut(whole, stops)
     pieces = [*map(stream.push, ids), stream.flush()]
     assert "".join(pieces) == stream.text == cut
-    assert stream.stopped == (cut != whole or any(first_stop_cut(whole, [s]) != whole for s in stops))
+    assert (stream.stop is not None) == (cut != whole or any(first_stop_cut(whole, [s]) != whole for s in stops))
 
 
 @pytest.mark.parametrize("name", ["stories260K", "tinystories656K", "qwen2", "gpt2", "spm"])
@@ -162,7 +162,7 @@ def test_byte_pieces_are_text_as_soon_as_a_character_is_whole(
     assert pieces[-200:] == ["", "", "", "😀"] * 50
     stream = TextStream(tokenizer, ["😀😀"])
     assert "".join(stream.push(i) for i in ids[: len(ids) - 200 + 8]) == "x"
-    assert stream.stopped
+    assert stream.stop is not None
     stream = TextStream(tokenizer)  # two characters, and the third cut short
     assert "".join(stream.push(i) for i in ids[: len(ids) - 200 + 10]) + stream.flush() == "x😀😀\ufffd\ufffd"
 
@@ -175,7 +175,7 @@ def test_stop_strings_are_never_shown_in_part(pair_of: Callable[[str], tuple[Tok
     assert stream.flush() == "en"
     stream = TextStream(tokenizer, ["###"])
     assert "".join(stream.push(tokenizer.encode(c)[0]) for c in "a#### b") == "a"
-    assert stream.stopped
+    assert stream.stop is not None
     assert stream.flush() == ""
     with pytest.raises(RequestError, match="empty"):
         TextStream(tokenizer, [""])

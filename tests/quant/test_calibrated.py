@@ -214,7 +214,7 @@ def test_what_cannot_be_calibrated_is_refused(source, save, tmp_path):
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xff")
     for options, message in (
         (dict(method="mse", calibration=tmp_path / "text.txt"), "looks at no text"),
-        (dict(method="gptq", calibration=tmp_path / "empty.txt"), "at least one"),
+        (dict(method="gptq", calibration=tmp_path / "empty.txt"), "is empty"),
         (dict(method="gptq", calibration=tmp_path / "bytes.txt"), "cannot read"),
         (dict(method="gptq", calibration=tmp_path / "missing.txt"), "cannot read"),
         (dict(method="gptq", samples=0), "samples"),

@@ -12,6 +12,7 @@ import pytest
 
 from nibblelm import convert
 from nibblelm.checkpoint import SafetensorsFile, journal, writer
+from nibblelm.checkpoint.work_folder import WorkFolder
 from nibblelm.converter.source import SourceHashes
 from nibblelm.errors import ConvertError
 
@@ -175,6 +176,18 @@ def test_without_a_finished_tensor_nothing_is_left(save, tmp_path):
 
 def test_resume_without_work_starts_from_the_beginning(save, tmp_path):
     assert convert(save("llama"), tmp_path / "out", resume=True).reused_tensors == 0
+
+
+def test_a_folder_is_held_from_its_making(tmp_path):
+    """Before its journal has a line: another conversion neither takes it nor, when refused, takes it away."""
+    (tmp_path / "source").mkdir()
+    work = WorkFolder(tmp_path / "out", tmp_path / "source", resume=False, overwrite=False, needed=0)
+    for options in (dict(resume=False, overwrite=False), dict(resume=False, overwrite=True)):
+        with pytest.raises(ConvertError, match="another conversion is running"):
+            WorkFolder(tmp_path / "out", tmp_path / "source", needed=0, **options)
+    with work:
+        assert (tmp_path / WORK / journal.NAME).is_file()
+    assert not (tmp_path / WORK).exists()
 
 
 def test_two_conversions_to_one_folder(save, tmp_path):

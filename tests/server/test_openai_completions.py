@@ -83,7 +83,10 @@ def test_sampling_options_mean_what_they_mean_here(options: dict[str, Any], clie
     extra = {name: value for name, value in options.items() if name not in known}
     answer = client.completions.create(prompt=PROMPT, extra_body=extra, **(GREEDY | plain))
     want = alone(llm, **options)
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (want.text, want.finish_reason)
+    (choice,) = answer.choices
+    ended: Any = choice.model_extra or {}
+    assert (choice.text, choice.finish_reason) == (want.text, want.finish_reason)
+    assert ended["stop_reason"] == want.stop_reason
 
 
 def test_defaults_are_the_checkpoints_and_16_tokens(client: openai.OpenAI, llm: LLM) -> None:

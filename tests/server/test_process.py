@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import resource
 import signal
 import socket
@@ -102,7 +103,8 @@ def test_tokens_are_those_of_the_model(server: Any, llm: LLM) -> None:
 
 def test_keys_and_origins(serving: Any, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("second\n\nthird\n")
-    server = serving(folder, "--api-key", "first", "--api-key-file", str(tmp_path / "keys"), "--cors", "HTTP://Page/")
+    server = serving(folder, "--api-key", "first", "--api-key-file", str(tmp_path / "keys"), "--cors", "HTTP://Page/",
+                     "--log-requests")  # fmt: skip
     assert server.request("GET", "/health")[0] == 200
     for path in ("/v1/models", "/metrics"):
         for given in (None, "Bearer wrong", "Basic first", "first", "Bearer firs", "Bearer "):
@@ -110,6 +112,9 @@ def test_keys_and_origins(serving: Any, folder: Path, tmp_path: Path) -> None:
                 "GET", path, headers={} if given is None else {"authorization": given}
             )
             assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+            assert body["error"]["message"].startswith("a key is needed" if given is None else "this key is none")
+            logged = re.compile(f"127.0.0.1 GET {path} 401 .* {headers['x-request-id']}").match
+            assert wait_for(lambda logged=logged: any(map(logged, server.log)))
             assert headers["www-authenticate"] == "Bearer"
         for key in ("first", "second", "third"):
             assert server.request("GET", path, headers={"authorization": f"Bearer {key}"})[0] == 200
