@@ -2,6 +2,8 @@
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -29,6 +31,17 @@ def usable_threads(count: int | None) -> int:
 def use_threads(count: int) -> None:
     """Compute on that many of the `usable_threads`."""
     ops.set_threads(usable_threads(count))
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch computes on that many threads meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def select_device(name: str | torch.device) -> torch.device:

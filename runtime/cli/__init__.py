@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     if not args.debug:
         warnings.showwarning = _plain_warning
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads, where they wait, leave cores to others
     try:
         with _interrupts(args.command):
             return args.run(args)

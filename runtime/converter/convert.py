@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from nibblelm import __version__
-from nibblelm.arguments import usable_threads
+from nibblelm.arguments import torch_threads, usable_threads
 from nibblelm.checkpoint import Checkpoint, file_in
 from nibblelm.checkpoint.journal import Journal
 from nibblelm.checkpoint.work_folder import WorkFolder
@@ -117,19 +117,20 @@ def convert(
     checkpoint = open_model(src)
     if max_size is not None and target_kl is None:
         raise ConvertError("max_size limits what target_kl promotes; give a target_kl too")
-    if target_kl is None:
-        report = _convert(checkpoint, Path(dst), options, *arguments, resume, overwrite, progress)
-        return dataclasses.replace(report, seconds=time.monotonic() - started)
 
     def trial(options: Options, folder: Path) -> ConvertReport:
         return _convert(checkpoint, folder, options, *arguments, resume=False, overwrite=True, progress=progress)
 
-    limit = None if max_size is None else parse_size(max_size, "max_size")
-    with WorkFolder(Path(dst), checkpoint.folder, resume, overwrite, 0):
-        pass  # refuses what it would refuse after the search
-    units = _plan(checkpoint, options, strict)
-    options, target = search(checkpoint, units, options, target_kl, limit, calibration, device, arguments[-1], trial)
-    report = _convert(checkpoint, Path(dst), options, *arguments, resume, overwrite, progress, target)
+    target = None
+    with torch_threads(arguments[-1]):
+        if target_kl is not None:
+            limit = None if max_size is None else parse_size(max_size, "max_size")
+            with WorkFolder(Path(dst), checkpoint.folder, resume, overwrite, 0):
+                pass  # refuses what it would refuse after the search
+            units = _plan(checkpoint, options, strict)
+            given = (units, options, target_kl, limit, calibration, device, arguments[-1])
+            options, target = search(checkpoint, *given, trial)
+        report = _convert(checkpoint, Path(dst), options, *arguments, resume, overwrite, progress, target)
     return dataclasses.replace(report, seconds=time.monotonic() - started)
 
 
