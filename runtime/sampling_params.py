@@ -25,6 +25,8 @@ _FILE_KEYS = {"max_tokens": "max_new_tokens"} | {
 
 _MOST_BIAS = 1e38  # beyond it fp32 has none
 
+_LONGEST_MARK = 64  # a token can end it in as many places
+
 _LISTS, _MAPPINGS = (tuple, list, Sequence), (dict, Mapping)  # what is asked of an abstract class takes long
 
 _NUMBERS: dict[str, tuple[type, float, float, str]] = {  # least and most, and how a message says that
@@ -66,6 +68,8 @@ class SamplingParams:
     skip_special_tokens False: the text shows special tokens, which it leaves out otherwise
     schema              a JSON schema (a mapping, or its text) that the answer follows; {"type": "object"}: any object
     regex, grammar      or a regular expression (Rust's syntax), or a grammar in llguidance's form of Lark
+    guided_after        a text in the answer, as "</think>", behind which alone it follows one of these three; before it
+                        an end token is not chosen
     logprobs, prompt_logprobs   n: report the log-probability of each token and of the n most likely ones
 
     Raises RequestError with the parameter, the value it got and the range.
@@ -89,6 +93,7 @@ class SamplingParams:
     schema: Mapping[str, Any] | Literal[True] | str | None = None
     regex: str | None = None
     grammar: str | None = None
+    guided_after: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -128,6 +133,12 @@ class SamplingParams:
                 raise RequestError(f"{' and '.join(guided)} are given; supported: one of schema, regex and grammar")
             _require(not self.ignore_eos, "ignore_eos", True, f"False {ends}")
             _require(not self.min_tokens, "min_tokens", self.min_tokens, f"0 {ends}")
+        if self.guided_after is not None:
+            _require(
+                bool(guided) and isinstance(self.guided_after, str) and 0 < len(self.guided_after) <= _LONGEST_MARK,
+                "guided_after", self.guided_after,
+                f"1 to {_LONGEST_MARK} characters, beside a schema, a regex or a grammar",
+            )  # fmt: skip
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", {int(i): float(value) for i, value in bias.items()})
         object.__setattr__(self, "stop", tuple(stop))

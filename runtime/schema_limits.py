@@ -92,7 +92,7 @@ def _check_names(schema: dict[str, Any], what: str) -> None:
     if least > certain:
         raise SchemaError(
             f"the {what} has minProperties {least} and no additionalProperties: false beside it; supported: at most "
-            f"{certain} then, as many as `required` names"
+            f"{certain} then, which is 1 or as many as `required` names"
         )
 
 

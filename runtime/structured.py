@@ -7,7 +7,7 @@ count steps and not seconds, so that the same request fails or not on every mach
 
 import json
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,15 +32,19 @@ class Guide:
     def __init__(self, matcher: Any, words: int, name: str) -> None:
         self._matcher, self._words, self._name = matcher, words, name
         self._mask: np.ndarray | None = None
+        self._mark: _Mark | None = None  # that has still to come
+        self._end = b""  # of what has come before it
 
-    def copy(self) -> "Guide":
-        """Another output at the same place."""
+    def copy(self, mark: "_Mark | None" = None) -> "Guide":
+        """Another output at the same place, or one that will be there behind a mark."""
         copy = Guide(self._matcher.deep_copy(), self._words, self._name)
-        copy._mask = self._mask
+        copy._mask, copy._mark = self._mask, mark
         return copy
 
     def mask(self) -> np.ndarray:
         """Bit v % 32 of word v // 32, int32 (ceil(V / 32),): whether token v may come. Raises SchemaError."""
+        if self._mark is not None:
+            return self._mark.mask(self._end)
         if self._mask is None:
             mask = np.zeros(self._words, np.int32)
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -50,6 +54,11 @@ class Guide:
 
     def accept(self, token_id: int) -> None:
         """Take the token that came. Raises SchemaError for one that may not."""
+        if self._mark is not None:
+            self._end = self._mark.end_with(self._end, token_id)
+            if self._end == self._mark.text:
+                self._mark = None
+            return
         self._mask = None
         self._matcher.consume_token(token_id)
         self._check()
@@ -59,6 +68,40 @@ class Guide:
             raise SchemaError(f"the {self._name} cannot be followed: {_first_line(error)}")
 
 
+class _Mark:
+    """The text behind which an answer begins to follow its grammar. Up to there any token may come that does not end
+    the output, but for one that holds the mark's end and more than line ends after it.
+
+    tokens  the bytes of each token
+    """
+
+    def __init__(self, text: bytes, tokens: Sequence[bytes], end_ids: Collection[int]) -> None:
+        self.text, self._tokens, self._masks = text, tokens, dict[int, np.ndarray]()
+        last = text[-1:]
+        ending = [(i, token) for i, token in enumerate(tokens) if last in token.rstrip(b"\n")[:-1]]
+        self._never = [*end_ids, *(i for i, token in ending if token.partition(text)[2].strip(b"\n"))]
+        # by what is lacking of the mark
+        self._not_after = {
+            lacking: [i for i, token in ending if token.startswith(text[-lacking:]) and token[lacking:].strip(b"\n")]
+            for lacking in range(1, len(text))
+        }
+
+    def end_with(self, end: bytes, token_id: int) -> bytes:
+        """What has come, as far as the mark may begin there, and a token after it."""
+        come = end + self._tokens[token_id]
+        return self.text if self.text in come else come[max(0, len(come) + 1 - len(self.text)) :]
+
+    def mask(self, end: bytes) -> np.ndarray:
+        """As `Guide.mask`, where this has come."""
+        begun = [lacking for lacking in self._not_after if end.endswith(self.text[:-lacking])]
+        key = sum(1 << lacking for lacking in begun)
+        if key not in self._masks:
+            may = np.ones(-(-len(self._tokens) // 32) * 32, np.bool_)
+            may[[i for ids in (self._never, *map(self._not_after.get, begun)) for i in ids or ()]] = False
+            self._masks[key] = np.packbits(may, bitorder="little").view(np.int32)
+        return self._masks[key]
+
+
 class Guides:
     """Makes guides for one model, from any thread. The first takes as long as reading the vocabulary does."""
 
@@ -66,6 +109,8 @@ class Guides:
         self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
         self._lock = threading.Lock()
         self._made: Any = None
+        self._tokens: Sequence[bytes] = ()
+        self._marks: dict[str, _Mark] = {}
         self._known: dict[tuple[str, str], Guide] = {}  # the newest last
 
     def guide(self, params: SamplingParams) -> Guide | None:
@@ -90,7 +135,17 @@ class Guides:
                 if len(self._known) >= KNOWN:
                     del self._known[next(iter(self._known))]
                 self._known[name, text] = guide
-        return guide.copy()
+        return guide.copy(None if params.guided_after is None else self._mark(params.guided_after))
+
+    def _mark(self, text: str) -> _Mark:
+        """That of a text, once the vocabulary has been read."""
+        if (mark := self._marks.get(text)) is None:
+            mark = _Mark(text.encode(), self._tokens, self._end_ids)
+            with self._lock:
+                if len(self._marks) >= KNOWN:
+                    del self._marks[next(iter(self._marks))]
+                self._marks[text] = mark
+        return mark
 
     def _compiled(self, name: str, text: str) -> Guide:
         vocabulary = self._vocabulary()
@@ -127,8 +182,9 @@ class Guides:
             from llguidance import LLTokenizer, TokenizerWrapper  # type: ignore[attr-defined]
         except ImportError as error:
             raise SchemaError("a schema needs llguidance; install it with pip install 'nibblelm[serve]'") from error
-        words = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size, self._end_ids[0]))
-        return LLTokenizer(words, n_vocab=self._vocab_size, eos_token=self._end_ids)
+        words = _Vocabulary(self._tokenizer, self._vocab_size, self._end_ids[0])
+        self._tokens = words.tokens
+        return LLTokenizer(TokenizerWrapper(words), n_vocab=self._vocab_size, eos_token=self._end_ids)
 
 
 class _Vocabulary:

@@ -1,9 +1,9 @@
 """A client that measures any server with OpenAI's /v1/completions: arrivals as they come, and what each one waits for.
 
 Arrivals are a Poisson process of a given rate, at most `concurrency` at a time: who comes while all places are taken
-waits, and the wait counts. Lengths are log-normal, as conversations' are: prompts of 220 tokens on average (deviation
-of the logarithm 1.25), answers of 200 (0.9). Prompts are random words, so that no two begin alike. Everything follows
-from the seed.
+waits, and the wait counts. Without a rate all are there at once, and times count from a request's sending. Lengths are
+log-normal, as conversations' are: prompts of 220 tokens on average (deviation of the logarithm 1.25), answers of 200
+(0.9). Prompts are random words, so that no two begin alike. Everything follows from the seed.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class Load:
 
 @dataclass
 class Result:
-    """One request: seconds from its arrival, token counts of the server, or why it failed."""
+    """One request: seconds from its arrival or sending, token counts of the server, or why it failed."""
 
     first_s: float = 0.0
     end_s: float = 0.0
@@ -85,7 +85,7 @@ async def measured(url: str, model: str | None, key: str | None, load: Load) -> 
     context = AMPLE
     if model is None:
         model, context = await _Target(url, key).first_model()
-    return await answered(url, key, arrivals(load, model, context), load.concurrency)
+    return await answered(url, key, arrivals(load, model, context), load.concurrency, math.isfinite(load.rate))
 
 
 def arrivals(load: Load, model: str, context: int = AMPLE) -> Iterator[Arrival]:
@@ -103,14 +103,14 @@ def arrivals(load: Load, model: str, context: int = AMPLE) -> Iterator[Arrival]:
 
 
 async def answered(
-    url: str, key: str | None, requests: Iterable[Arrival], concurrency: int
+    url: str, key: str | None, requests: Iterable[Arrival], concurrency: int, waits_count: bool = True
 ) -> tuple[list[Result], float]:
     """Send each request when it is due, at most `concurrency` at a time; results as `measured` gives them."""
     target, room = _Target(url, key), asyncio.Semaphore(concurrency)
 
     async def one(body: dict[str, Any], arrival: float) -> Result:
         async with room:
-            return await _request(target, body, arrival)
+            return await _request(target, body, arrival if waits_count else time.perf_counter())
 
     begun = time.perf_counter()
     tasks: list[asyncio.Task[Result]] = []

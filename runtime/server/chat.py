@@ -21,6 +21,7 @@ from nibblelm.server.reply import THINK, THOUGHT, Delta, ReplyParser, whole_mess
 from nibblelm.server.sampling_fields import MOST_LOGPROBS, MOST_TOKENS, Common, read_common
 from nibblelm.server.service import Service, read_body
 from nibblelm.server.tool_formats import tool_format
+from nibblelm.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -84,45 +85,56 @@ async def chat_completions(service: Service, http: HttpRequest) -> Any:
     wanted = read_chat(service, f)
     with ExitStack() as room:
         room.enter_context(service.admitted(wanted.common.n))
-        prompt, requests = await service.in_pool(_requests, service, wanted)
+        thinking, requests = await service.in_pool(_requests, service, wanted)
         handles = service.begun(requests, wanted.common.stream)
         if wanted.common.stream:
-            return EventStream(service, handles, lambda: _Answer(service, wanted, prompt).events, room.pop_all())
+            return EventStream(service, handles, lambda: _Answer(service, wanted, thinking).events, room.pop_all())
         outputs = await service.outputs(handles, http.receive)
-        return await service.in_pool(_Answer(service, wanted, prompt).whole, outputs, quick=brief(outputs))
+        return await service.in_pool(_Answer(service, wanted, thinking).whole, outputs, quick=brief(outputs))
 
 
-def _requests(service: Service, wanted: Chat) -> tuple[str, list[Request]]:
-    """The prompt as the template renders it, and the engine's requests."""
+def _requests(service: Service, wanted: Chat) -> tuple[bool, list[Request]]:
+    """Whether the template has opened a thought, and the engine's requests."""
     tokenizer = service.llm.tokenizer
     if tokenizer is None or tokenizer.chat_template is None:
         raise ApiError(400, "this model has no chat template; use /v1/completions", param="messages")
-    params = wanted.common.params
+    fields: dict[str, Any] = {}
     if wanted.tool_names:
         spoken = tool_format(tokenizer.template(with_tools=True))
         if spoken is None:
             raise ApiError(400, "this model's chat template has no tool calls in a form known here", param="tools")
         if wanted.forced and spoken.forced is None:
             raise ApiError(400, "tool calls of this model's form cannot be forced; use auto", param="tool_choice")
-        fields: dict[str, Any] = {"skip_special_tokens": False} if spoken.special else {}
+        fields = {"skip_special_tokens": False} if spoken.special else {}
         if wanted.forced and spoken.forced is not None:
             try:
                 fields |= spoken.forced(wanted.forced)
             except RecursionError as error:
                 raise ApiError(422, "the parameters of a tool are nested too deeply", param="tools") from error
-        params = service.llm.resolve(params, fields)
     prompt = tokenizer.apply_chat_template(wanted.messages, **wanted.variables)
+    thinking = _thinking(tokenizer, wanted, prompt)
+    if thinking and (wanted.forced or wanted.common.guided):
+        fields["guided_after"] = THOUGHT
+    params = service.llm.resolve(wanted.common.params, fields)
     ids = service.llm.encode_rendered(prompt)
     try:
-        return prompt, service.prepared(ids, params, wanted.common.n, wanted.asked, "messages", answers=True)
+        return thinking, service.prepared(ids, params, wanted.common.n, wanted.asked, "messages", answers=True)
     except SchemaError as error:
         raise as_api_error(error, "tools" if wanted.forced else None) from error
+
+
+def _thinking(tokenizer: Tokenizer, wanted: Chat, prompt: str) -> bool:
+    """Whether the template has opened a thought: a tag at the end of the last message is that message's own."""
+    *others, last = wanted.messages
+    if prompt.rstrip().endswith(THINK) and last["content"].rstrip().endswith(THINK):
+        prompt = tokenizer.apply_chat_template([*others, last | {"content": "."}], **wanted.variables)
+    return prompt.rstrip().endswith(THINK)
 
 
 class _Answer:
     """Writes what comes of the n requests."""
 
-    def __init__(self, service: Service, wanted: Chat, prompt: str) -> None:
+    def __init__(self, service: Service, wanted: Chat, thinking: bool) -> None:
         tokenizer = service.llm.tokenizer
         template = (None if tokenizer is None else tokenizer.template(bool(wanted.tool_names))) or ""
         kind = "chat.completion.chunk" if wanted.common.stream else "chat.completion"
@@ -132,8 +144,7 @@ class _Answer:
         self._outputs: dict[int, GenerationOutput] = {}
         tools = tool_format(template) if wanted.tool_names else None
         self._parsers = [
-            ReplyParser(THOUGHT in template, prompt.rstrip().endswith(THINK), tools, wanted.tool_names)
-            for _ in range(wanted.common.n)
+            ReplyParser(THOUGHT in template, thinking, tools, wanted.tool_names) for _ in range(wanted.common.n)
         ]
         self._begun = [False] * wanted.common.n
         self._plain = wanted.common.params.logprobs is None

@@ -78,7 +78,7 @@ async def completions(service: Service, http: HttpRequest) -> Any:
     wanted = Completion(_prompts(f), *service.settings(read_settings, f))
     n, stream = wanted.common.n, wanted.common.stream
     with ExitStack() as room:
-        room.enter_context(service.admitted(n * len(wanted.prompts)))
+        room.enter_context(service.admitted(n * len(wanted.prompts), "n" if n > 1 else "prompt"))
         quick = not wanted.common.guided and n * sum(OUTPUT + len(prompt) for prompt in wanted.prompts) <= QUICK
         requests = await service.in_pool(_requests, service, wanted, quick=quick)
         handles = service.begun(requests, stream)

@@ -8,9 +8,11 @@ import signal
 import socket
 import sys
 import warnings
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, TextIO
 
 import httptools
@@ -29,6 +31,9 @@ HEAD_S = 15.0
 
 HEAD_BYTES = 64 << 10
 KEEP_ALIVE_S = 75
+
+LINGER_S = 2.0
+"""Seconds that a client may go on sending what is not read, so that it sees why: closing at once would reset."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,13 @@ async def _interrupted(service: Service, received: "asyncio.Queue[int]", drain_s
     return False
 
 
+_HEAD_TOO_LONG = {
+    True: ApiError(414, f"the request's path is too long; supported: {HEAD_BYTES // 2} bytes"),
+    False: ApiError(431, f"the request's headers are too long; supported: {HEAD_BYTES} bytes with its first line"),
+}
+"""By whether the path is why."""
+
+
 class _Protocol(HttpToolsProtocol):
     """uvicorn's, with an end to clients that never come to the point: it has none for a request's head. An upgrade to
     another protocol, which HTTP/2 clients offer, is passed over; uvicorn's drops the request's body. It is a
@@ -164,6 +176,7 @@ class _Protocol(HttpToolsProtocol):
     _head_bytes = 0
     _chunked = True  # the stream that is being sent
     _cycles: tuple[Any, ...] = ()  # of requests that are not answered yet, of which several may be pipelined
+    _refusal: ApiError | None = None  # of what cannot be read, and nothing is read after it
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -177,16 +190,22 @@ class _Protocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
         self._head_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            self.send_400_response(f"this cannot be read as HTTP/1.1: {error}")
+            if len(self.url or b"") > HEAD_BYTES // 2:  # the parser has a limit, too
+                self._refuse_rest(_HEAD_TOO_LONG[True])
+            else:
+                self._refuse_rest(ApiError(400, f"this cannot be read as HTTP/1.1: {error}"))
+            return
         if self._head_open and self._head_timer is None:  # most heads come in one piece
             self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
         if self._head_timer is not None and self._head_bytes > HEAD_BYTES:
-            self.transport.close()
+            self._refuse_rest(_HEAD_TOO_LONG[len(self.url or b"") > HEAD_BYTES // 2])
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -205,24 +224,42 @@ class _Protocol(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse("400 Bad Request", ApiError(400, msg))
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._refuse_in_turn()
 
     def shutdown(self) -> None:
         """At the end of draining: nobody waits for what a client has still to send."""
         if self.cycle is not None and not self.cycle.response_started and self.cycle.more_body:
-            self._refuse("503 Service Unavailable", ApiError(503, STOPPING))
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+            self._refuse_rest(ApiError(503, STOPPING))
+            self.transport.close()
             return
         super().shutdown()
 
-    def _refuse(self, status: str, error: ApiError) -> None:
-        """Answer past the application, and close."""
-        body = json.dumps(error.body)
+    def _refuse_rest(self, error: ApiError) -> None:
+        """Refuse the request that is being read, past the application, and all that comes after it."""
+        self._head_done()
+        self._refusal = error
+        unread = self.cycle
+        if unread is not None and unread.more_body:  # it has begun already
+            self.pipeline = deque(entry for entry in self.pipeline if entry[0] is not unread)
+            self._cycles = tuple(cycle for cycle in self._cycles if cycle is not unread)
+            unread.disconnected = True
+            unread.message_event.set()
+            if unread.response_started:
+                self.transport.close()
+        self._refuse_in_turn()
+
+    def _refuse_in_turn(self) -> None:
+        """The requests before it are answered first."""
+        if self._refusal is None or self.transport.is_closing() or not all(c.response_complete for c in self._cycles):
+            return
+        self._unset_keepalive_if_required()
+        status, body = HTTPStatus(self._refusal.status), json.dumps(self._refusal.body)
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
-        self.transport.write(f"HTTP/1.1 {status}\r\n{head}\r\n\r\n{body}".encode())
-        self.transport.close()
+        self.transport.write(f"HTTP/1.1 {status.value} {status.phrase}\r\n{head}\r\n\r\n{body}".encode())
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser, which takes what follows a head that offers an upgrade for the other protocol's: the head is

@@ -89,7 +89,7 @@ def _logit_bias(f: Fields, name: str) -> dict[int, float] | None:
         return (
             isinstance(value, dict)
             and len(value) <= MOST_BIASES
-            and all(i.isascii() and i.isdigit() and len(i) < 10 for i in value)
+            and all(len(i) < 10 and i.isascii() and i.isdigit() and i == str(int(i)) for i in value)
             and all(isinstance(b, int | float) and not isinstance(b, bool) and abs(b) <= 100 for b in value.values())
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +19,7 @@ from nibblelm import LLM, SamplingParams
 from nibblelm.engine_core import Engine
 from nibblelm.errors import RequestError, SchemaError
 from nibblelm.scheduler import Scheduler
+from nibblelm.structured import _Mark
 
 DEMO = Path(__file__).resolve().parents[2] / "demo" / "stories-7m"
 PROMPT = "Once upon a time"
@@ -212,3 +214,77 @@ def test_arguments(llm: LLM) -> None:
     ):
         with pytest.raises(RequestError, match=message):
             llm.generate(PROMPT, **options)
+
+
+def test_an_answer_that_is_free_up_to_a_mark(llm: LLM) -> None:
+    """Up to it nothing is held back but the end, behind it everything that the schema does not allow."""
+    schema = {"enum": ["red", "grün"]}
+    for mark, seeds in ((".", 8), ("the", 4), (" was", 4)):
+        for seed in range(seeds):
+            options: dict[str, Any] = dict(temperature=1, seed=seed, max_tokens=300)
+            output = llm.generate(PROMPT, schema=schema, guided_after=mark, **options)
+            thought, _, answer = output.text.partition(mark)
+            assert output.finish_reason == "stop", output
+            assert json.loads(answer) in schema["enum"], output.text
+            free = llm.generate(PROMPT, **options).text.partition(mark)
+            assert thought == free[0] or len(thought) > len(free[0]), (thought, free[0])
+            assert thought == free[0] or not free[0].startswith(thought)
+    batch = llm.generate([PROMPT] * 4, [SamplingParams(regex="[ab]{3}", guided_after=".", **options)] * 4)
+    assert {re.fullmatch(r"[ab]{3}", one.text.partition(".")[2]) is not None for one in batch} == {True}
+    cut = llm.generate(PROMPT, schema=schema, guided_after="</think>", temperature=0, max_tokens=30)
+    assert cut.finish_reason == "length"
+    assert cut.text == llm.generate(PROMPT, temperature=0, max_tokens=30, ignore_eos=True).text
+    for given in ({"guided_after": "x"}, {"guided_after": "", "regex": "a"}, {"guided_after": 5, "regex": "a"}):
+        with pytest.raises(RequestError, match=r"guided_after is .* beside a schema, a regex or a grammar"):
+            SamplingParams(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["</think>", "x", "aab", "\n#\n"])
+def test_a_mark_ends_with_its_token_or_line_ends(text: str) -> None:
+    """Against the definition, for every way to cut a text with the mark into a few tokens."""
+    tokens = [
+        b"",
+        b"\n",
+        b"a",
+        b"aa",
+        b"b\n\n",
+        b"b",
+        b"bx",
+        b"x",
+        b"<",
+        b"</th",
+        b"ink>\n",
+        b"ink>",
+        b"ink>{",
+        b"n#\n",
+    ]
+    tokens += [
+        b"</think>\n",
+        b"</think>x",
+        b"<</thi",
+        b"nk>",
+        b"nk></think>",
+        b"x\n\n",
+        b"xx",
+        b"#",
+        b"\n#",
+        b"\n#\n\n",
+        b"#\nx",
+    ]
+    mark, data = _Mark(text.encode(), tokens, [0]), text.encode()
+    rng = random.Random(0)
+    ended = 0
+    for _ in range(3000):
+        come, end = b"", b""
+        for _ in range(12):
+            bits = np.unpackbits(mark.mask(end).view(np.uint8), bitorder="little")
+            may = [i for i in range(len(tokens)) if bits[i]]
+            rests = [(come + token).partition(data) for token in tokens]
+            assert may == [i for i in range(1, len(tokens)) if not rests[i][2].strip(b"\n")], (come, may)
+            token = rng.choice(may)
+            come, end = come + tokens[token], mark.end_with(end, token)
+            assert (end == data) == (data in come), (come, end)
+            if data in come:
+                ended += 1
+                break
+    assert ended > 100

@@ -39,6 +39,17 @@ def test_figures_agree_with_the_servers_own(server: Any, capsys: pytest.CaptureF
     assert figures["e2e_ms"]["p99"] > whole * 0.9
 
 
+def test_without_a_rate_times_count_from_sending(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """All requests are there at once then, and whoever comes last does not wait for all the others."""
+    load = ["--requests", "24", "--answer-mean", "20", "--longest-answer", "20", "--ignore-eos", "--concurrency", "2"]
+    assert main(["bench", "serve", "--url", server.url, *load, "--prompt-mean", "10", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["e2e_ms"]["p50"] < 1000 * figures["seconds"] / 4
+    assert main(["bench", "serve", "--url", server.url, *load, "--rate", "100000", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["e2e_ms"]["p99"] > 1000 * figures["seconds"] * 0.8
+
+
 def test_errors_are_counted_and_goals_judged(server: Any, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--requests", "6", "--prompt-mean", "900", "--longest-prompt", "1024", "--longest-answer", "200"]
     options += ["--ttft-goal", "0.001"]

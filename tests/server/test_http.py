@@ -87,3 +87,25 @@ def test_what_is_no_http_gets_the_errors_that_all_get(data: bytes, message: str,
     ((status, answer),) = answers(server, data)
     assert (status, sorted(answer["error"])) == (400, ["code", "message", "param", "type"])
     assert re.match(f"this cannot be read as HTTP/1.1: .*{message}", answer["error"]["message"])
+
+
+def test_what_is_no_http_waits_for_the_answers_before_it(server: Any, text: str) -> None:
+    for rest in b"no such thing\r\n\r\n", post({"content-length": "3"}), b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000:
+        for pieces in ([post({}), post({}), rest], [post({}) * 2 + rest]):
+            *good, (status, answer) = answers(server, *pieces, count=3)
+            assert [(status, answer["choices"][0]["text"]) for status, answer in good] == [(200, text)] * 2
+            assert (status, answer["error"]["type"]) in ((400, "invalid_request_error"), (431, "invalid_request_error"))
+    chunked = post({}, chunked=True).replace(b"0\r\n\r\n", b"no number\r\n\r\n")
+    for pieces in ([post({}), chunked], [chunked[:-12], chunked[-12:]]):
+        *good, (status, _) = answers(server, *pieces, count=len(pieces) - (pieces[0] != post({})))
+        assert ([status for status, _ in good], status) == ([200] * len(good), 400)
+
+
+@pytest.mark.parametrize("size", [1 << 20, 1000])
+@pytest.mark.parametrize(("of", "status"), [("path", 414), ("headers", 431)])
+def test_a_head_that_is_too_long_is_told_so(of: str, status: int, size: int, server: Any) -> None:
+    """Whoever goes on sending is not cut off before having read why."""
+    name = b"a: " if of == "headers" else b""
+    head = (b"GET / HTTP/1.1\r\nhost: x\r\n" if name else b"GET /") + name + b"a" * 300_000
+    ((got, answer),) = answers(server, *(head[i : i + size] for i in range(0, len(head), size)))
+    assert (got, of in answer["error"]["message"]) == (status, True)

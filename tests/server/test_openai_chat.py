@@ -202,6 +202,57 @@ def test_variables_of_the_template_and_reasoning(speaking: Any) -> None:
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thought.reasoning_content  # type: ignore
 
 
+def test_a_tag_at_the_end_of_a_message_opens_no_thought(speaking: Any, serving: Any, with_template: Any) -> None:
+    last = [{"role": "user", "content": "what is <think>"}]
+    plain = client_of(serving(with_template("{{ messages[-1].content }}"), "--served-model-name", "demo"))
+    said = plain.chat.completions.create(messages=last, **GREEDY).choices[0].message  # type: ignore[arg-type]
+    assert said.content
+    assert not hasattr(said, "reasoning_content")
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    thought = client_of(speaking).chat.completions.create(messages=last, extra_body=thinking, **GREEDY)  # type: ignore[arg-type]
+    assert thought.choices[0].message.reasoning_content
+
+
+def test_what_an_answer_follows_begins_behind_a_thought(serving: Any, with_template: Callable[[str], Path]) -> None:
+    """The full stop of this model is </think>."""
+    folder = with_template(
+        "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}Once upon a time there was a little dog"
+        + "{% if enable_thinking %}<think>{% endif %}"
+    )
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    model = tokenizer["model"]
+    model["vocab"] = {{".": "</think>"}.get(piece, piece): i for piece, i in model["vocab"].items()}
+    model["merges"] = [merge for merge in model["merges"] if "." not in "".join(merge)]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    client = client_of(serving(folder, "--served-model-name", "demo"))
+    schema = {"type": "object", "properties": {"dog": {"enum": ["Rex", "Ada"]}}, "additionalProperties": False}
+    asked: Any = dict(messages=USER, model="demo", temperature=1, max_tokens=300)
+    asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    forced = {
+        "tools": [{"type": "function", "function": {"name": "weather", "parameters": schema}}],
+        "tool_choice": "required",
+        "response_format": openai.omit,
+    }
+    thoughts: list[str] = []
+    for thinks in True, False:
+        variables: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": thinks}}}
+        for seed in range(4):
+            message = client.chat.completions.create(**asked, **variables, seed=seed).choices[0].message
+            jsonschema.validate(json.loads(message.content or ""), schema)
+            thought = getattr(message, "reasoning_content", "")
+            thoughts += [thought]
+            chunks = list(client.chat.completions.create(**asked, **variables, seed=seed, stream=True))
+            deltas = [chunk.choices[0].delta for chunk in chunks]
+            assert "".join(delta.content or "" for delta in deltas) == message.content
+            assert "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas) == thought
+            called = client.chat.completions.create(**(asked | forced), **variables, seed=seed).choices[0]
+            assert called.finish_reason == "tool_calls"
+            jsonschema.validate(json.loads(called.message.tool_calls[0].function.arguments), schema)
+            assert hasattr(called.message, "reasoning_content") == bool(thought)
+    assert any(thoughts[:4])
+    assert not any(thoughts[4:])
+
+
 @pytest.mark.parametrize(
     ("options", "param", "message"),
     [

@@ -219,6 +219,7 @@ def test_usage_of_a_stream_and_what_was_found_in_the_cache(client: openai.OpenAI
         (dict(stop=["a"] * 17), "stop", "at most 16"),
         (dict(logprobs=21), "logprobs", "0 to 20"),
         (dict(logit_bias={"cat": 1}), "logit_bias", "token ids"),
+        (dict(logit_bias={"013": 1}), "logit_bias", "token ids"),
         (dict(logit_bias={"5": 101}), "logit_bias", "-100 to 100"),
         (dict(prompt=[]), "prompt", "a string, a list of token ids"),
         (dict(prompt=[1, "a"]), "prompt", "a string, a list of token ids"),
