@@ -24,7 +24,12 @@ def prompt_list(prompts: Any) -> tuple[list[Any], bool]:
     if isinstance(values, Mapping | bytes) or not isinstance(values, Iterable):
         raise RequestError(f"prompts is {prompts!r:.60}; supported: text, token ids, or a list of such prompts")
     values = [_plain(value) for value in values]
-    single = (bool(values) or getattr(prompts, "ndim", 0) == 1) and all(isinstance(value, int) for value in values)
+    numbers = [isinstance(value, int) for value in values]
+    single = (bool(values) or getattr(prompts, "ndim", 0) == 1) and all(numbers)
+    if any(numbers) and not single:
+        raise RequestError(
+            f"prompts has numbers beside others: {prompts!r:.60}; supported: token ids, or several prompts"
+        )
     return [values] if single else values, single
 
 

@@ -304,14 +304,17 @@ def _table(row: dict[str, Any]) -> str:
     prefill, decode = row["prefill_tok_s"], row["decode_tok_s"]
     kernels = "" if row["kernels_per_token"] is None else f"{row['kernels_per_token']} kernels per step, "
     percent = 100 * row["achieved_gb_s"] / row["peak_gb_s"]
+    decoded = f"{decode['mean']:10.1f} ± {decode['std']:.1f} tok/s"
+    read = f"memory traffic   {row['achieved_gb_s']:.1f} of {row['peak_gb_s']:.1f} GB/s ({percent:.0f} %), "
+    if row["generated_tokens"] == 1:
+        decoded, read = "  not measured: the first token comes of the prompt", ""
     return "\n".join(
         [
             f"{row['shape']} on {row['device']}, {row['dtype']}, activations {row['activations']} bits, "
             f"kv {row['kv']}, batch {row['batch']}, depth {row['depth']}",
             f"prefill {row['prompt_tokens']:>6}   {prefill['mean']:10.1f} ± {prefill['std']:.1f} tok/s",
-            f"decode  {row['generated_tokens']:>6}   {decode['mean']:10.1f} ± {decode['std']:.1f} tok/s",
-            f"memory traffic   {row['achieved_gb_s']:.1f} of {row['peak_gb_s']:.1f} GB/s ({percent:.0f} %), "
-            f"{row['weight_bytes'] / 1e6:.0f} MB of weights per step",
+            f"decode  {row['generated_tokens']:>6}   {decoded}",
+            f"{read}{row['weight_bytes'] / 1e6:.0f} MB of weights per step",
             f"load {row['load_s']:.2f} s, {kernels}ids {row['ids_hash']}",
         ]
     )

@@ -152,7 +152,7 @@ def keep_loaded() -> None:
 def print_load(llm: "LLM") -> None:
     """What was loaded, and the memory that was planned for its use, on standard error."""
     print(
-        f"weights: {llm.weight_bytes / 2**20:.0f} MiB in {llm.load_s:.2f} s, "
+        f"weights: {llm.weight_bytes / 2**20:.1f} MiB in {llm.load_s:.2f} s, "
         f"{llm.weight_bytes / llm.load_s / 1e9:.1f} GB/s | context: {llm.max_context} tokens | "
         f"keys and values: {llm.kv_bytes / 2**20:.1f} MiB for {llm.kv_tokens} tokens",
         file=sys.stderr,

@@ -158,13 +158,6 @@ async def _interrupted(service: Service, received: "asyncio.Queue[int]", drain_s
     return False
 
 
-_HEAD_TOO_LONG = {
-    True: ApiError(414, f"the request's path is too long; supported: {HEAD_BYTES // 2} bytes"),
-    False: ApiError(431, f"the request's headers are too long; supported: {HEAD_BYTES} bytes with its first line"),
-}
-"""By whether the path is why."""
-
-
 class _Protocol(HttpToolsProtocol):
     """uvicorn's, with an end to clients that never come to the point: it has none for a request's head. An upgrade to
     another protocol, which HTTP/2 clients offer, is passed over; uvicorn's drops the request's body. It is a
@@ -173,7 +166,8 @@ class _Protocol(HttpToolsProtocol):
     parser: Any  # an HttpRequestParser, and none once the connection is lost
     _head_timer: asyncio.TimerHandle | None = None
     _head_open = False  # a request's head has begun, and has not come to its end
-    _head_bytes = 0
+    _head_bytes = 0  # received since its beginning, but for the piece that it began in
+    _read_bytes = 0  # of its lines that are whole
     _chunked = True  # the stream that is being sent
     _cycles: tuple[Any, ...] = ()  # of requests that are not answered yet, of which several may be pipelined
     _refusal: ApiError | None = None  # of what cannot be read, and nothing is read after it
@@ -197,22 +191,31 @@ class _Protocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            if len(self.url or b"") > HEAD_BYTES // 2:  # the parser has a limit, too
-                self._refuse_rest(_HEAD_TOO_LONG[True])
-            else:
-                self._refuse_rest(ApiError(400, f"this cannot be read as HTTP/1.1: {error}"))
+            too_long = self._too_long if self._head_open else None
+            self._refuse_rest(too_long or ApiError(400, f"this cannot be read as HTTP/1.1: {error}"))
             return
         if self._head_open and self._head_timer is None:  # most heads come in one piece
             self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
-        if self._head_timer is not None and self._head_bytes > HEAD_BYTES:
-            self._refuse_rest(_HEAD_TOO_LONG[len(self.url or b"") > HEAD_BYTES // 2])
+        if self._head_open and (too_long := self._too_long):
+            self._refuse_rest(too_long)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope.setdefault("state", {})[CONNECTION] = self
-        self._head_open = True
-        if self._head_timer is None:
-            self._head_bytes = 0
+        self._head_open, self._head_bytes, self._read_bytes = True, 0, 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._check_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._read_bytes += len(name) + len(value) + len(": \r\n")
+        self._check_head()
+        super().on_header(name, value)
+
+    def _check_head(self) -> None:
+        if self._too_long:
+            raise httptools.HttpParserError  # else the parser would go on to the end of what has come
 
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -294,6 +297,15 @@ class _Protocol(HttpToolsProtocol):
     def write_chunk(self, body: bytes) -> None:
         if not self.transport.is_closing():
             self.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self._chunked else body)
+
+    @property
+    def _too_long(self) -> ApiError | None:
+        """What to answer to a head that has more than it may."""
+        if len(self.url) > HEAD_BYTES // 2:
+            return ApiError(414, f"the path has more than {HEAD_BYTES // 2} bytes")
+        if max(self._head_bytes, len(self.url) + self._read_bytes) > HEAD_BYTES:
+            return ApiError(431, f"the request's first line and headers have more than {HEAD_BYTES} bytes")
+        return None
 
     def _head_done(self) -> None:
         self._head_open = False

@@ -239,6 +239,7 @@ def test_bench_without_a_program_that_ran(stories: str, flags: list[str]) -> Non
     result = run("bench", "-m", stories, "--prompt-tokens", "10", "--gen-tokens", "5", *flags)
     assert result.returncode == 0, result.stderr
     assert "kernels per step" not in result.stdout
+    assert ("not measured" in result.stdout) == (flags[0] == "--gen-tokens")
 
 
 def test_an_output_that_knows_no_such_character(stories: str) -> None:

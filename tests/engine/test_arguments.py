@@ -92,6 +92,7 @@ def test_stop_none_is_no_stop(llm: LLM) -> None:
         (lambda llm: llm.generate(torch.tensor([0.5])), "integers"),
         (lambda llm: llm.generate([["Once"]]), "integers"),
         (lambda llm: llm.generate(None), "prompts is None"),
+        (lambda llm: llm.generate([5, "a"]), "prompts has numbers beside others"),
         (lambda llm: llm.stream(7.5), "integers"),
         (lambda llm: LLM(llm.folder, threads=0), "threads is 0"),
         (lambda llm: LLM(llm.folder, threads=-3), "threads is -3"),

@@ -101,11 +101,13 @@ def test_what_is_no_http_waits_for_the_answers_before_it(server: Any, text: str)
         assert ([status for status, _ in good], status) == ([200] * len(good), 400)
 
 
+@pytest.mark.parametrize("end", [b"", b"\r\n\r\n"])
 @pytest.mark.parametrize("size", [1 << 20, 1000])
 @pytest.mark.parametrize(("of", "status"), [("path", 414), ("headers", 431)])
-def test_a_head_that_is_too_long_is_told_so(of: str, status: int, size: int, server: Any) -> None:
+def test_a_head_that_is_too_long_is_told_so(of: str, status: int, size: int, end: bytes, server: Any) -> None:
     """Whoever goes on sending is not cut off before having read why."""
     name = b"a: " if of == "headers" else b""
     head = (b"GET / HTTP/1.1\r\nhost: x\r\n" if name else b"GET /") + name + b"a" * 300_000
+    head += end if name or not end else b" HTTP/1.1\r\nhost: x" + end
     ((got, answer),) = answers(server, *(head[i : i + size] for i in range(0, len(head), size)))
     assert (got, of in answer["error"]["message"]) == (status, True)

@@ -216,7 +216,7 @@ def test_a_tag_at_the_end_of_a_message_opens_no_thought(speaking: Any, serving: 
 def test_what_an_answer_follows_begins_behind_a_thought(serving: Any, with_template: Callable[[str], Path]) -> None:
     """The full stop of this model is </think>."""
     folder = with_template(
-        "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}Once upon a time there was a little dog"
+        "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}<s>Once upon a time there was a"
         + "{% if enable_thinking %}<think>{% endif %}"
     )
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
@@ -248,8 +248,8 @@ def test_what_an_answer_follows_begins_behind_a_thought(serving: Any, with_templ
             called = client.chat.completions.create(**(asked | forced), **variables, seed=seed).choices[0]
             assert called.finish_reason == "tool_calls"
             jsonschema.validate(json.loads(called.message.tool_calls[0].function.arguments), schema)
-            assert hasattr(called.message, "reasoning_content") == bool(thought)
-    assert any(thoughts[:4])
+            assert thinks or not hasattr(called.message, "reasoning_content")
+    assert all(thoughts[1:4:2])
     assert not any(thoughts[4:])
 
 
