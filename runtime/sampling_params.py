@@ -135,9 +135,10 @@ class SamplingParams:
             _require(not self.min_tokens, "min_tokens", self.min_tokens, f"0 {ends}")
         if self.guided_after is not None:
             _require(
-                bool(guided) and isinstance(self.guided_after, str) and 0 < len(self.guided_after) <= _LONGEST_MARK,
+                bool(guided) and isinstance(self.guided_after, str) and 0 < len(self.guided_after) <= _LONGEST_MARK
+                and self.guided_after.isprintable(),
                 "guided_after", self.guided_after,
-                f"1 to {_LONGEST_MARK} characters, beside a schema, a regex or a grammar",
+                f"1 to {_LONGEST_MARK} printable characters, beside a schema, a regex or a grammar",
             )  # fmt: skip
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", {int(i): float(value) for i, value in bias.items()})

@@ -191,12 +191,11 @@ class _Protocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            too_long = self._too_long if self._head_open else None
-            self._refuse_rest(too_long or ApiError(400, f"this cannot be read as HTTP/1.1: {error}"))
+            self._refuse_rest(self._too_long() or ApiError(400, f"this cannot be read as HTTP/1.1: {error}"))
             return
         if self._head_open and self._head_timer is None:  # most heads come in one piece
             self._head_timer = self.loop.call_later(HEAD_S, self.transport.close)
-        if self._head_open and (too_long := self._too_long):
+        if self._head_open and (too_long := self._too_long(self._head_bytes)):
             self._refuse_rest(too_long)
 
     def on_message_begin(self) -> None:
@@ -214,7 +213,7 @@ class _Protocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def _check_head(self) -> None:
-        if self._too_long:
+        if self._too_long():
             raise httptools.HttpParserError  # else the parser would go on to the end of what has come
 
     def on_headers_complete(self) -> None:
@@ -226,6 +225,7 @@ class _Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
+            self.cycle.more_body = False  # of a request that was answered before its end, too
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -233,11 +233,13 @@ class _Protocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """At the end of draining: nobody waits for what a client has still to send."""
-        if self.cycle is not None and not self.cycle.response_started and self.cycle.more_body:
+        if self._refusal is not None and all(cycle.response_complete for cycle in self._cycles):
+            self.transport.close()
+        elif self._refusal is None and (now := self.cycle) and now.more_body and not now.response_started:
             self._refuse_rest(ApiError(503, STOPPING))
             self.transport.close()
-            return
-        super().shutdown()
+        else:
+            super().shutdown()
 
     def _refuse_rest(self, error: ApiError) -> None:
         """Refuse the request that is being read, past the application, and all that comes after it."""
@@ -247,7 +249,7 @@ class _Protocol(HttpToolsProtocol):
         if unread is not None and unread.more_body:  # it has begun already
             self.pipeline = deque(entry for entry in self.pipeline if entry[0] is not unread)
             self._cycles = tuple(cycle for cycle in self._cycles if cycle is not unread)
-            unread.disconnected = True
+            unread.disconnected, unread.waiting_for_100_continue = True, False
             unread.message_event.set()
             if unread.response_started:
                 self.transport.close()
@@ -258,6 +260,7 @@ class _Protocol(HttpToolsProtocol):
         if self._refusal is None or self.transport.is_closing() or not all(c.response_complete for c in self._cycles):
             return
         self._unset_keepalive_if_required()
+        self.flow.resume_reading()
         status, body = HTTPStatus(self._refusal.status), json.dumps(self._refusal.body)
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
         self.transport.write(f"HTTP/1.1 {status.value} {status.phrase}\r\n{head}\r\n\r\n{body}".encode())
@@ -298,12 +301,13 @@ class _Protocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self._chunked else body)
 
-    @property
-    def _too_long(self) -> ApiError | None:
-        """What to answer to a head that has more than it may."""
+    def _too_long(self, received: int = 0) -> ApiError | None:
+        """What to answer to a head, of which so much has been received, or to trailers that have more than they may."""
+        if self.scope is None:
+            return None
         if len(self.url) > HEAD_BYTES // 2:
             return ApiError(414, f"the path has more than {HEAD_BYTES // 2} bytes")
-        if max(self._head_bytes, len(self.url) + self._read_bytes) > HEAD_BYTES:
+        if max(received, len(self.url) + self._read_bytes) > HEAD_BYTES:
             return ApiError(431, f"the request's first line and headers have more than {HEAD_BYTES} bytes")
         return None
 

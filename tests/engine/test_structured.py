@@ -234,7 +234,12 @@ def test_an_answer_that_is_free_up_to_a_mark(llm: LLM) -> None:
     cut = llm.generate(PROMPT, schema=schema, guided_after="</think>", temperature=0, max_tokens=30)
     assert cut.finish_reason == "length"
     assert cut.text == llm.generate(PROMPT, temperature=0, max_tokens=30, ignore_eos=True).text
-    for given in ({"guided_after": "x"}, {"guided_after": "", "regex": "a"}, {"guided_after": 5, "regex": "a"}):
+    for given in (
+        {"guided_after": "\ud800", "regex": "a"},
+        {"guided_after": "x"},
+        {"guided_after": "", "regex": "a"},
+        {"guided_after": 5, "regex": "a"},
+    ):
         with pytest.raises(RequestError, match=r"guided_after is .* beside a schema, a regex or a grammar"):
             SamplingParams(**given)  # type: ignore[arg-type]
 

@@ -4,6 +4,7 @@ is none."""
 import http.client
 import json
 import re
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -111,3 +112,56 @@ def test_a_head_that_is_too_long_is_told_so(of: str, status: int, size: int, end
     head += end if name or not end else b" HTTP/1.1\r\nhost: x" + end
     ((got, answer),) = answers(server, *(head[i : i + size] for i in range(0, len(head), size)))
     assert (got, of in answer["error"]["message"]) == (status, True)
+
+
+LARGE = json.dumps(json.loads(BODY) | {"user": "x" * 200_000}).encode()
+
+
+@pytest.mark.parametrize("offer", [{}, OFFER])
+def test_a_body_is_no_part_of_a_head_that_comes_in_pieces(server: Any, text: str, offer: dict[str, str]) -> None:
+    whole = post(offer, LARGE)
+    ((status, answer),) = answers(server, whole[:60], whole[60:])
+    assert (status, answer["choices"][0]["text"]) == (200, text)
+
+
+def test_trailers(server: Any, text: str) -> None:
+    whole = post({}, LARGE, chunked=True)
+    head, _, body = whole.partition(b"\r\n\r\n")
+    for trailer, found in ((b"a: b\r\nc: d\r\n", 200), (b"a: b\r\n" * 20_000, 431)):
+        ((status, _),) = answers(server, head + b"\r\n\r\n", body[:-2] + trailer + b"\r\n")
+        assert status == found
+
+
+def test_an_answer_that_does_not_wait_for_the_body(server: Any) -> None:
+    """What comes behind the body is another request, whether it can be read or not."""
+    early = b"POST /nope HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n"
+    for rest, status in ((b"no such thing\r\n\r\n", 400), (b"GET /" + b"a" * 40_000, 414), (post({}), 200)):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+            connection.sendall(early)
+            came = connection.makefile("rb")
+            for piece, want in ((b"hello" + rest, 404), (b"", status)):
+                assert int(came.readline().split()[1]) == want
+                came.read(int(http.client.parse_headers(came)["content-length"]))
+                connection.sendall(piece)
+
+
+def test_what_cannot_be_read_is_not_read_to_its_end(server: Any) -> None:
+    """A client that goes on sending for a while learns why it was refused."""
+    head = post({}, b"", chunked=True).removesuffix(b"0\r\n\r\n")
+    for size in 10, 100_000:
+        chunk = b"%x\r\n%b\r\n" % (size, b"x" * size)
+        ((status, _),) = answers(server, head.removesuffix(b"0\r\n\r\n\r\n"), chunk, b"zz\r\n", b"y" * (4 << 20))
+        assert status == 400
+    expecting = post({"expect": "100-continue"}, b"", chunked=True).partition(b"\r\n\r\n")[0] + b"\r\n\r\nzz\r\n"
+    assert [status for status, _ in answers(server, expecting)] == [400]
+    assert not any("Traceback" in line for line in server.log)
+
+
+def test_the_end_comes_while_a_client_lingers(serving: Any, folder: Path) -> None:
+    own = serving(folder)
+    with socket.create_connection(("127.0.0.1", own.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(post({}, b"", chunked=True).partition(b"\r\n\r\n")[0] + b"\r\n\r\nzz\r\n")
+        assert b" 400 " in connection.recv(4096)
+        own.process.send_signal(signal.SIGTERM)
+        assert own.ended() == 0
+    assert not any("Traceback" in line for line in own.log)
