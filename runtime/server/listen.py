@@ -178,6 +178,7 @@ class _Protocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_done()
+        self._unset_keepalive_if_required()  # with `exc` uvicorn does not, and would free nothing for 75 s
         super().connection_lost(exc)  # which tells the newest request alone
         for cycle in self._cycles:
             cycle.disconnected = cycle.disconnected or not cycle.response_complete
@@ -265,7 +266,7 @@ class _Protocol(HttpToolsProtocol):
         head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
         self.transport.write(f"HTTP/1.1 {status.value} {status.phrase}\r\n{head}\r\n\r\n{body}".encode())
         self.transport.write_eof()
-        self.loop.call_later(LINGER_S, self.transport.close)
+        self._head_timer = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _parse(self, data: bytes) -> None:
         """Feed the parser, which takes what follows a head that offers an upgrade for the other protocol's: the head is

@@ -1,5 +1,6 @@
 """What goes wrong inside a server, and clients that never come to the point: in this process, where it can be made."""
 
+import gc
 import http.client
 import json
 import socket
@@ -113,6 +114,26 @@ def closes(connection: socket.socket) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def test_a_connection_that_is_reset_leaves_nothing(running: Any) -> None:
+    """Neither one that was kept for another request, nor one whose client was still to read why it was refused."""
+    server = running()
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(thing) is listen._Protocol for thing in gc.get_objects())
+
+    before = alive()
+    for data in b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"no such thing\r\n\r\n":
+        for _ in range(10):
+            connection = server.connect()
+            connection.sendall(data)
+            assert connection.recv(9) == b"HTTP/1.1 "
+            connection.close()  # with more to be read, which resets it
+    begun = time.monotonic()
+    assert wait_for(lambda: alive() == before)
+    assert time.monotonic() - begun < listen.KEEP_ALIVE_S / 2
 
 
 def test_clients_that_never_come_to_the_point(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
