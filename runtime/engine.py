@@ -64,7 +64,7 @@ class LLM:
                  and head, about half the bytes of bf16
     activations  bits that the inputs of quantized layers are rounded to instead, 8 or 16. None: on CUDA all 16 of bf16
                  (with fp32 24, and no choice), on the CPU what dtype says
-    threads      CPU threads, default the cores this process may use
+    threads      CPU threads of all models in this process; None: as before, at first the cores that it may use
     max_context  positions, default the model's limit (on CUDA at most 8,192)
     strict       make unknown keys of config.json an error
     graph        replay decode steps as recorded programs (False: call by call, the same tokens)

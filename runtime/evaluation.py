@@ -43,7 +43,7 @@ def tokenize(tokenizer: Tokenizer | None, text: str, separator: str | None = Non
     if separator is not None and (not separator or separator not in text):
         raise RequestError(f"the separator {separator!r} is not in the text; without one it is a single document")
     parts = [part.strip() for part in text.split(separator)] if separator else [text]
-    return tokenizer.encode(""), [tokenizer.encode(part, add_special_tokens=False) for part in parts if part]
+    return tokenizer.opening, [tokenizer.encode(part, add_special_tokens=False) for part in parts if part]
 
 
 def windows(prefix: Sequence[int], documents: Iterable[Sequence[int]], ctx: int, stride: int | None) -> list[Window]:

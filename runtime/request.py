@@ -162,6 +162,8 @@ class Request:
             self.finish = "length"
         if self.finish is not None and self.text is not None:
             text += self.text.flush()
+            if self.finish == "length" and self.text.stop is not None:  # what was held back has completed it
+                self.finish = "stop"
         logprobs = None if self.params.logprobs is None else chosen
         return StreamPiece(text, chosen.token_id, self.output() if self.finish else None, logprobs)
 

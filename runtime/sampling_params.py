@@ -65,7 +65,7 @@ class SamplingParams:
     stop_token_ids      tokens that end it, besides the model's own
     ignore_eos          go on after the end-of-sequence token
     min_tokens          tokens before which neither an end token nor one of stop_token_ids is chosen; 0: off
-    skip_special_tokens False: the text shows special tokens, which it leaves out otherwise
+    skip_special_tokens False: the text shows special tokens, which it leaves out otherwise; a list: those in it
     schema              a JSON schema (a mapping, or its text) that the answer follows; {"type": "object"}: any object
     regex, grammar      or a regular expression (Rust's syntax), or a grammar in llguidance's form of Lark
     guided_after        a text in the answer, as "</think>", behind which alone it follows one of these three; before it
@@ -89,7 +89,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     min_tokens: int = 0
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool | Sequence[str] = True
     schema: Mapping[str, Any] | Literal[True] | str | None = None
     regex: str | None = None
     grammar: str | None = None
@@ -113,8 +113,13 @@ class SamplingParams:
             isinstance(stop_ids, _LISTS) and all(_is_id(i) for i in stop_ids),
             "stop_token_ids", self.stop_token_ids, "a list of token ids",
         )  # fmt: skip
-        for name in ("ignore_eos", "skip_special_tokens"):
-            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        skips = self.skip_special_tokens
+        named = (
+            isinstance(skips, _LISTS) and not isinstance(skips, str) and all(isinstance(text, str) for text in skips)
+        )
+        supported = "True, False, or a list of special tokens that are shown"
+        _require(isinstance(skips, bool) or named, "skip_special_tokens", skips, supported)
         bias: Any = {} if self.logit_bias is None else self.logit_bias
         _require(
             isinstance(bias, _MAPPINGS) and all(_is_id(i) and _is_bias(value) for i, value in bias.items()),

@@ -106,7 +106,8 @@ class Guides:
     """Makes guides for one model, from any thread. The first takes as long as reading the vocabulary does."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, end_ids: Collection[int]) -> None:
-        self._tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._end_ids = sorted(i for i in end_ids if i < vocab_size)  # others cannot be chosen
         self._lock = threading.Lock()
         self._made: Any = None
         self._tokens: Sequence[bytes] = ()

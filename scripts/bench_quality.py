@@ -143,7 +143,7 @@ def measure(name: str, source: Path, args: argparse.Namespace, commit: str) -> I
     assert llm.tokenizer is not None
     stories = read_stories(args.data / "text" / STORIES)[1][: args.stories]
     documents = [llm.tokenizer.encode(story, add_special_tokens=False) for story in stories]
-    parts = windows(llm.tokenizer.encode(""), documents, CTX, None)
+    parts = windows(llm.tokenizer.opening, documents, CTX, None)
     kept = {tuple(part.ids): llm.logits(part.ids) for part in parts}  # at most 0.5 GB for the demo's vocabulary
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         rows = []

@@ -225,9 +225,9 @@ class Bench:
             facts = {"kind": kind, "requests": requests, "output_tokens": total, "engine_tok_s": engine}
             self._rows.add(test="mixed", model=self._name, **facts, http_tok_s=rate, cost=1 - rate / engine)
 
-    def steady(self, seconds: float) -> None:
-        """Saturation, then what its users see of a server at 80 % of it."""
-        places, room = self._llm.max_sequences, self._llm.max_context
+    def steady(self, seconds: float, places: int) -> None:
+        """Saturation of so many places, then what its users see of a server at 80 % of it."""
+        room = self._llm.max_context
         common = {"longest_prompt": min(1024, room // 4), "longest_answer": min(1024, room // 2), "ignore_eos": True}
         for test, count in (("", places), ("saturation", 4 * places)):
             load = Load(count, concurrency=places, seed=count, **common)
@@ -330,6 +330,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=256, help="of the mixed load (256)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of the mixed load, and starts (3)")
     parser.add_argument("--seconds", type=float, default=20, help="of arrivals at 80 %% of saturation (20)")
+    parser.add_argument("--places", type=int, help="requests at a time that saturate (as many as the engine takes)")
     parser.add_argument("--work", type=Path, default=Path("out/serve"))
     parser.add_argument("--limit", type=float, default=540, metavar="S", help="start no test after so many (540)")
     parser.add_argument("--pretend", action="store_true", help="measure the host's side, on a card that is none")
@@ -357,7 +358,7 @@ def main() -> int:
         tests = {
             "first token": lambda: bench.first_token(200),
             "mixed": lambda: bench.mixed(args.requests, args.repeats),
-            "steady": lambda: bench.steady(args.seconds),
+            "steady": lambda: bench.steady(args.seconds, args.places or llm.max_sequences),
         }
         for test, run in tests.items():
             if (spent := time.monotonic() - begun) > args.limit:

@@ -1,5 +1,6 @@
 """Shared pytest options and fixtures."""
 
+import functools
 import json
 import os
 import subprocess
@@ -67,6 +68,16 @@ def data_dir(request: pytest.FixtureRequest) -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real data at {folder}; pass --data=DIR")
     return folder
+
+
+@pytest.fixture
+def quick_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench` in this process measures for moments, and takes a memory's speed as given."""
+    from nibblelm import benchmark
+
+    quick = functools.partial(benchmark.measure, repeats=2, seconds=0.01, warmup=0.01)
+    monkeypatch.setattr(benchmark, "measure", quick)
+    monkeypatch.setattr(benchmark, "read_bandwidth", lambda _device: 1e10)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

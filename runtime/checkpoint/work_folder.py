@@ -103,11 +103,18 @@ def _check_destination(destination: Path, source: Path, overwrite: bool) -> None
         raise ConvertError(f"{destination} exists already; give --overwrite to replace it once the new one is complete")
     names = {entry.name for entry in entries}
     weights = any(name.endswith(".safetensors") for name in names)
-    if "config.json" not in names or not weights or any(entry.is_dir() for entry in entries):
+    others = any(entry.is_dir() and not _holds_templates(entry) for entry in entries)
+    if "config.json" not in names or not weights or others:
         raise ConvertError(
-            f"{destination} is not just a model folder (config.json, safetensors, no sub-folders), so it is not "
-            "overwritten; move it away or name another folder"
+            f"{destination} is not just a model folder (config.json, safetensors, no sub-folders but of chat "
+            "templates), so it is not overwritten; move it away or name another folder"
         )
+
+
+def _holds_templates(folder: Path) -> bool:
+    """Whether it is the one sub-folder that a conversion makes."""
+    parts = list(folder.iterdir())
+    return bool(parts) and all(part.suffix == ".jinja" for part in parts)
 
 
 def _sync_folder(folder: Path) -> None:

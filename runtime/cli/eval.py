@@ -90,7 +90,7 @@ def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], Non
     from nibblelm.evaluation import check_same_tokens, score, tokenize, windows
 
     try:
-        text = args.text.read_text(encoding="utf-8")
+        text = args.text.read_bytes().decode("utf-8-sig")  # every byte counts but the mark that some editors put first
     except UnicodeDecodeError as cause:
         raise RequestError(f"{args.text} is not UTF-8 text: {cause}") from cause
     if args.record:

@@ -54,13 +54,13 @@ def read_calibration(
     path = Path(text) if text is not None else None
     try:
         data = (files("nibblelm") / _DEFAULT).read_bytes() if path is None else path.read_bytes()
-        documents = [part.strip() for part in data.decode().split(SEPARATOR)]
+        documents = [part.strip() for part in data.decode("utf-8-sig").split(SEPARATOR)]
     except (OSError, UnicodeDecodeError) as cause:
         raise ConvertError(f"cannot read the calibration text {path or _DEFAULT}: {cause}") from cause
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         raise ConvertError(f"{folder} has no tokenizer, which calibration needs; use method mse")
-    prefix = tokenizer.encode("")
+    prefix = tokenizer.opening
     stream = [token for part in documents if part for token in _document(tokenizer, part)]
     room = min(LENGTH, config.max_positions, len(prefix) + len(stream)) - len(prefix)
     if not stream:

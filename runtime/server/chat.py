@@ -105,7 +105,8 @@ def _requests(service: Service, wanted: Chat) -> tuple[bool, list[Request]]:
             raise ApiError(400, "this model's chat template has no tool calls in a form known here", param="tools")
         if wanted.forced and spoken.forced is None:
             raise ApiError(400, "tool calls of this model's form cannot be forced; use auto", param="tool_choice")
-        fields = {"skip_special_tokens": False} if spoken.special else {}
+        if wanted.common.params.skip_special_tokens:
+            fields = {"skip_special_tokens": spoken.shown}
         if wanted.forced and spoken.forced is not None:
             try:
                 fields |= spoken.forced(wanted.forced)

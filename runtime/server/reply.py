@@ -28,6 +28,7 @@ class ReplyParser:
         self._held = ""
         self._gap = ""  # white space before what may be a call
         self._final = False
+        self._between = False  # nothing but white space has come since the last call
         self.calls = 0
 
     @property
@@ -97,7 +98,8 @@ class ReplyParser:
         if found >= 0:
             self._state = self._call
         said = ready
-        if mark is not None and (found >= 0 or (self.calls and not ready.strip())):  # it separates calls
+        self._between = self._between and not ready.strip()
+        if found >= 0 or self._between:  # white space separates calls
             said = ready.rstrip()
         self._gap = ready[len(said) :] if found >= 0 else ""
         if said:
@@ -133,7 +135,7 @@ class ReplyParser:
         """The deltas of calls; what is none, is text."""
         if calls is None and text:
             yield {"content": self._gap + text}
-        self._gap = ""
+        self._gap, self._between = "", bool(calls)
         for call in calls or []:
             made = {"index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call}
             self.calls += 1

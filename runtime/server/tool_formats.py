@@ -1,9 +1,10 @@
 """How families of models write tool calls into their answers, and reading them back."""
 
 import json
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from nibblelm.schema_limits import NAMED
 
@@ -18,22 +19,46 @@ class ToolFormat:
     start      what begins a call in the middle of a text; None: a call is the whole answer, from its first character
     end        what ends it; None: the end of the answer
     read       the calls in the text from `start` to `end`, without both; None if it is none
-    special    start is a special token, which the text has to show
+    shown      tokens of calls that may be special ones, which the text has to show
     forced     fields of SamplingParams that make an answer a call of one of these tools; None: not supported
     """
 
     start: str | None
     end: str | None
     read: Callable[[str, Collection[str]], list[Call] | None]
-    special: bool = False
+    shown: tuple[str, ...] = ()
     forced: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None
 
 
+def _finite(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"{digits} is beyond all numbers that JSON's readers know")
+    return value
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_number)
+
+
 def _call(value: Any, key: str, names: Collection[str]) -> Call | None:
-    """A call of a function that was offered, from {"name": ..., key: {...}}."""
-    if not isinstance(value, dict) or value.get("name") not in names or not isinstance(value.get(key, {}), dict):
+    """A call of a function that was offered, from {"name": ..., key: {...}}. Models that know the forms of others put
+    the arguments under the other key, too; where there are none at all, the name is to stand alone."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
         return None
-    return {"name": value["name"], "arguments": json.dumps(value.get(key, {}), ensure_ascii=False)}
+    there = [k for k in (key, *_KEYS) if k in value]
+    arguments = value[there[0]] if there else {} if value.keys() <= {"name", "id", "type"} else None
+    if not isinstance(arguments, dict):
+        return None
+    text = json.dumps(arguments, ensure_ascii=False)
+    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):  # as half of a pair may be written
+        text = json.dumps(arguments)
+    return {"name": value["name"], "arguments": text}
+
+
+_KEYS = ("arguments", "parameters")
 
 
 def _all(calls: list[Call | None]) -> list[Call] | None:
@@ -44,18 +69,18 @@ def _all(calls: list[Call | None]) -> list[Call] | None:
 def _qwen(text: str, names: Collection[str]) -> list[Call] | None:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
     try:
-        return _all([_call(json.loads(text), "arguments", names)])
+        return _all([_call(_DECODER.decode(text), "arguments", names)])
     except (ValueError, RecursionError):
         return None
 
 
 def _llama3(text: str, names: Collection[str]) -> list[Call] | None:
     """{"name": ..., "parameters": {...}}, several with ; between them, perhaps after <|python_tag|>"""
-    decoder, calls = json.JSONDecoder(), []
+    calls: list[Call | None] = []
     text = text.strip().removeprefix("<|python_tag|>").strip()
     try:
         while text:
-            value, end = decoder.raw_decode(text)
+            value, end = _DECODER.raw_decode(text)
             calls.append(_call(value, "parameters", names))
             rest = text[end:].strip()
             if rest and not rest.startswith(";"):
@@ -70,10 +95,10 @@ def _mistral(text: str, names: Collection[str]) -> list[Call] | None:
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]name[ARGS]{...} for each"""
     try:
         if text.lstrip().startswith("["):
-            values = json.loads(text)
+            values = _DECODER.decode(text)
         else:
             parts = [part.partition("[ARGS]") for part in text.split("[TOOL_CALLS]")]
-            named = [(name.partition("[CALL_ID]")[0].strip(), json.loads(text)) for name, _, text in parts]
+            named = [(name.partition("[CALL_ID]")[0].strip(), _DECODER.decode(text)) for name, _, text in parts]
             values = [{"name": name, "arguments": arguments} for name, arguments in named]
         return _all([_call(value, "arguments", names) for value in values])
     except (ValueError, RecursionError):
@@ -120,9 +145,9 @@ def _moved(schema: Any, where: str) -> Any:
     return moved
 
 
-QWEN = ToolFormat("<tool_call>", "</tool_call>", _qwen, forced=_forced_qwen)
-MISTRAL = ToolFormat("[TOOL_CALLS]", None, _mistral, special=True)
-LLAMA3 = ToolFormat(None, None, _llama3, special=True, forced=_forced_llama3)
+QWEN = ToolFormat("<tool_call>", "</tool_call>", _qwen, ("<tool_call>", "</tool_call>"), _forced_qwen)
+MISTRAL = ToolFormat("[TOOL_CALLS]", None, _mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"))
+LLAMA3 = ToolFormat(None, None, _llama3, ("<|python_tag|>",), _forced_llama3)
 
 
 def tool_format(template: str | None) -> ToolFormat | None:

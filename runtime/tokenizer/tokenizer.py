@@ -70,6 +70,12 @@ class _Pieces(dict[int, str | None]):
         return piece
 
 
+def _raise_others(error: BaseException) -> None:
+    """Raise again what is no failure of a tokenizer's library: of the Rust ones a panic is no Exception."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
 class Tokenizer:
     """Encodes, decodes and renders chats for one checkpoint; made by `load_tokenizer`."""
 
@@ -84,7 +90,7 @@ class Tokenizer:
         self._special = dict(backend.special)
         self._special_ids = backend.special_ids
         self._pieces = _Pieces(lambda i: backend.id_to_token(i) if i >= 0 else None)
-        self._shown = _Pieces(lambda i: None if self.is_special(i) else self._pieces[i])
+        self._shown: dict[tuple[str, ...], _Pieces] = {}
         self._detokenizer = detokenizer_factory(decoder, self._decode_all)
         self.chat_template, self._tool_template = chat_template, tool_template
         self.vocab_size: int = backend.size
@@ -94,16 +100,20 @@ class Tokenizer:
         """Token ids of `text`; `add_special_tokens` adds what the model expects around a text (often bos)."""
         try:
             return self._backend.encode_ids(text, add_special_tokens)
-        except Exception as error:
+        except BaseException as error:
+            _raise_others(error)
             broken = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
             why = error if broken is None else f"character {broken} is half a surrogate pair: was it read from UTF-8?"
             raise TokenizerError(f"the text cannot be encoded: {why}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids outside the vocabulary have none."""
+        if not ids:  # of which some of the library's decoders know nothing
+            return ""
         try:
             return self._backend.decode(ids, skip_special_tokens)
-        except Exception as error:
+        except BaseException as error:
+            _raise_others(error)
             raise TokenizerError(f"these token ids cannot be decoded: {error}") from error
 
     def _decode_all(self, ids: list[int]) -> str:
@@ -133,6 +143,27 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text, U+FFFD where they are no whole characters."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    @property
+    def opening(self) -> list[int]:
+        """Ids that `encode` puts before a text, BOS say; not those that it puts behind one."""
+        text, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        at = (i for i in range(len(whole) - len(text) + 1) if whole[i : i + len(text)] == text)
+        return whole[: next(at, 0)]
+
+    def shown(self, skip_special_tokens: bool | Sequence[str]) -> Callable[[int], str | None]:
+        """`piece`, with None for special tokens that are left out: all, none, or all but those named."""
+        if skip_special_tokens is False:
+            return self._pieces.__getitem__
+        kept = () if skip_special_tokens is True else tuple(skip_special_tokens)
+        if kept not in self._shown:
+
+            def look_up(token_id: int) -> str | None:
+                piece = self._pieces[token_id]
+                return None if self.is_special(token_id) and piece not in kept else piece
+
+            self._shown[kept] = _Pieces(look_up)
+        return self._shown[kept].__getitem__
 
     @property
     def bos_id(self) -> int | None:
@@ -183,11 +214,10 @@ class TextStream:
         self,
         tokenizer: Tokenizer,
         stops: Sequence[str] = (),
-        skip_special_tokens: bool = True,
+        skip_special_tokens: bool | Sequence[str] = True,
         after: Sequence[int] = (),
     ) -> None:
-        pieces = tokenizer._shown if skip_special_tokens else tokenizer._pieces
-        self._detokenizer = tokenizer._detokenizer(pieces.__getitem__, after)
+        self._detokenizer = tokenizer._detokenizer(tokenizer.shown(skip_special_tokens), after)
         self._stops = StopFinder(stops)
         self._emitted: list[str] = []
 

@@ -216,8 +216,8 @@ def test_bench_of_a_model_takes_no_format(stories: str, capsys: pytest.CaptureFi
     assert "--random-weights, --bits and --group-size are of --shape" in capsys.readouterr().err
 
 
-def test_bench_fits_its_default_load_to_the_context(stories: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nibblelm.cli import build_parser
+def test_bench_fits_its_default_load_to_the_context(stories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from nibblelm.cli import build_parser, main
     from nibblelm.cli.bench import _loads
 
     def loads(*flags: str, limit: int = 512) -> list[tuple[int, int, int]]:
@@ -230,16 +230,19 @@ def test_bench_fits_its_default_load_to_the_context(stories: str, monkeypatch: p
     assert loads("--prompt-tokens", "500") == [(0, 500, 12)]
     assert loads("--gen-tokens", "500", "9") == [(0, 12, 500), (0, 503, 9)]
     assert loads("--prompt-tokens", "400", "--gen-tokens", "300") == [(0, 400, 300)]
-    result = run("bench", "-m", stories, "--prompt-tokens", "400", "--gen-tokens", "300")
-    assert (result.returncode, "700" in result.stderr) == (1, True)
+    assert main(["bench", "-m", stories, "--prompt-tokens", "400", "--gen-tokens", "300"]) == 1
+    assert "700" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("quick_bench")
 @pytest.mark.parametrize("flags", [["--no-graph", "--batch", "2"], ["--gen-tokens", "1"]])
-def test_bench_without_a_program_that_ran(stories: str, flags: list[str]) -> None:
-    result = run("bench", "-m", stories, "--prompt-tokens", "10", "--gen-tokens", "5", *flags)
-    assert result.returncode == 0, result.stderr
-    assert "kernels per step" not in result.stdout
-    assert ("not measured" in result.stdout) == (flags[0] == "--gen-tokens")
+def test_bench_without_a_program_that_ran(stories: str, flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    from nibblelm.cli import main
+
+    assert main(["bench", "-m", stories, "--prompt-tokens", "10", "--gen-tokens", "5", *flags]) == 0
+    shown = capsys.readouterr().out
+    assert "kernels per step" not in shown
+    assert ("not measured" in shown) == (flags[0] == "--gen-tokens")
 
 
 def test_an_output_that_knows_no_such_character(stories: str) -> None:

@@ -65,6 +65,7 @@ def test_layers_round_to_what_is_asked_for(folder):
     assert torch.equal(asked[1].logits(ids), sixteen)
 
 
+@pytest.mark.usefixtures("quick_bench")
 def test_flag_of_every_command(folder, capsys):
     text = []
     for flags in ((), ("--activations", "8"), ("--activations", "16")):

@@ -60,6 +60,12 @@ def test_what_ended_an_answer(llm: LLM) -> None:
     by_id = llm.generate("Once upon a time", max_tokens=20, temperature=0, stop_token_ids=[whole.token_ids[3]])
     assert (by_id.finish_reason, by_id.stop_reason) == ("stop", whole.token_ids[3])
     assert llm.generate("", temperature=0, max_tokens=-1).stop_reason is None
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    half = next(i for i in range(512) if tokenizer.piece(i) == "<0xC3>")  # of a character that does not come
+    for most in (1, 2):
+        output = llm.generate("Once", max_tokens=most, temperature=0, logit_bias={half: 1e4}, stop="\ufffd")
+        assert (output.text, output.finish_reason, output.stop_reason) == ("", "stop", "\ufffd")
 
 
 def test_a_with_block_ends_the_thread_that_computes(stories: Path) -> None:

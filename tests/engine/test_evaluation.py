@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,34 @@ def test_command_on_text(data_dir, tmp_path, capsys):
     for separator in ("ZZZ", ""):
         assert main([*command[:-1], separator]) == 1
         assert f"the separator {separator!r} is not in the text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_every_byte_of_a_text_counts(mark, data_dir, tmp_path, capsys):
+    """Line ends too, but not the mark that some editors put first; of a tokenizer, what it puts before a text alone."""
+    source = tmp_path / "model"
+    shutil.copytree(data_dir / "checkpoints" / "stories260K", source, copy_function=shutil.copyfile)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    around = [{"SpecialToken": {"id": name, "type_id": 0}} for name in ("<s>", "</s>")]
+    pieces = {"<s>": [1], "</s>": [2]}
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [around[0], {"Sequence": {"id": "A", "type_id": 0}}, around[1]],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {name: {"id": name, "ids": ids, "tokens": [name]} for name, ids in pieces.items()},
+    }
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    text = b"Once upon a time,\r\nthere was a dog.\r\n"
+    (tmp_path / "text.txt").write_bytes(mark + text)
+    assert main(["eval", str(source), "--text", str(tmp_path / "text.txt"), "--dtype", "fp32", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    ids = PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"))(text.decode()).input_ids
+    assert (ids[0], ids[-1]) == (1, 2)
+    row = torch.tensor([ids[:-1]])
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        expected = math.exp(float(model(row, labels=row).loss))
+    assert (found["tokens"], found["ppl"]) == (len(ids) - 2, pytest.approx(expected, rel=1e-4))
 
 
 def test_what_8_bit_activations_cost(data_dir, tmp_path, capsys):

@@ -55,6 +55,7 @@ def test_others_are_refused(kv: Any, stories: Path) -> None:
         LLM(stories, "cpu", kv=kv)
 
 
+@pytest.mark.usefixtures("quick_bench")
 def test_flag_of_every_command(stories: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("Once upon a time there was a dog.")
     commands = {

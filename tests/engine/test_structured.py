@@ -4,6 +4,7 @@ import json
 import math
 import random
 import re
+import shutil
 import statistics
 import threading
 import time
@@ -203,6 +204,21 @@ def test_a_guide_that_fails_on_the_way_ends_one_request(llm: LLM, monkeypatch: p
     output = last.output
     assert (output.finish_reason, output.error, output.error_type) == ("error", "too much", "SchemaError")
     assert len(other.result().output.token_ids) == 30
+
+
+def test_end_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
+    demo = Path(__file__).parents[2] / "demo" / "stories-7m"
+    shutil.copytree(demo, tmp_path / "model", copy_function=shutil.copyfile)
+    path = tmp_path / "model" / "generation_config.json"
+    settings = json.loads(path.read_text())
+    for ends in ([99999, settings["eos_token_id"]], [99999]):
+        path.write_text(json.dumps(settings | {"eos_token_id": ends}))
+        llm = LLM(tmp_path / "model", device="cpu")
+        if len(ends) > 1:
+            assert llm.generate("x", schema={"type": "boolean"}).text.strip() in ("true", "false")
+        else:
+            with pytest.raises(SchemaError, match="an end token"):
+                llm.generate("x", schema={"type": "boolean"})
 
 
 def test_arguments(llm: LLM) -> None:

@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nibblelm.errors import RequestError
+from nibblelm.errors import RequestError, TokenizerError
 from nibblelm.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 
@@ -58,6 +59,36 @@ def streamed(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
             part = part if text else part.removeprefix(" ")
         before, text = decoded, text + part
     return text
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_text(data_dir: Path, tmp_path: Path) -> None:
+    """Rust's panics are no Exceptions: one must not end what others wait for. Nothing decodes to nothing."""
+    import tokenizers
+
+    stories = data_dir / "checkpoints" / "stories260K"
+    shutil.copytree(stories, tmp_path / "model", copy_function=shutil.copyfile)
+    path = str(tmp_path / "model" / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(path)
+    strips = tokenizers.decoders.Strip(" ", 0, 1)
+    backend.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteLevel(), strips])
+    backend.save(path)
+    tokenizer = load_tokenizer(tmp_path / "model")
+    assert tokenizer is not None
+    assert tokenizer.decode([]) == ""
+    with pytest.raises(BaseException) as panic:  # as the library has it
+        backend.decode([])
+    assert not isinstance(panic.value, Exception)
+
+    class Panics:
+        """A backend whose every call ends so."""
+
+        def __getattr__(self, _: str) -> Any:
+            return lambda *_args: backend.decode([])
+
+    tokenizer._backend = Panics()  # type: ignore[assignment]
+    for call in (lambda: tokenizer.decode([5]), lambda: tokenizer.encode("a")):
+        with pytest.raises(TokenizerError, match="cannot be"):
+            call()
 
 
 def check_stream(tokenizer: Tokenizer, ids: list[int], stops: list[str], skip: bool) -> None:

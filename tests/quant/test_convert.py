@@ -379,6 +379,18 @@ class TestDestination:
         assert set(schemes(out).values()) == {Scheme(8, -1, False)}
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
+    def test_has_chat_templates_in_a_folder(self, save, tmp_path):
+        source, out = save("llama"), tmp_path / "out"
+        templates = source / "additional_chat_templates"
+        templates.mkdir()
+        (templates / "tool_use.jinja").write_text("{{ messages[0].content }}")
+        convert(source, out)
+        convert(source, out, bits=8, overwrite=True)
+        assert (out / templates.name / "tool_use.jinja").read_text() == "{{ messages[0].content }}"
+        (out / templates.name / "notes.txt").write_text("precious")
+        with pytest.raises(ConvertError, match="not overwritten"):
+            convert(source, out, overwrite=True)
+
     def test_a_failed_overwrite_leaves_the_old_folder(self, save, tmp_path):
         source = save("llama")
         out = convert_to(source, tmp_path / "out")

@@ -33,7 +33,7 @@ def test_every_row_of_a_shape(tiny: str, demo: Path, tmp_path: Path, monkeypatch
 
     record = tmp_path / "serve.json"
     options = ["--shape", tiny, "--device", "cpu", "--kv-memory", "16M", "--requests", "4", "--repeats", "1"]
-    options += ["--seconds", "0.5", "--work", str(tmp_path), "--json", str(record), "--tree", "a tree"]
+    options += ["--seconds", "0.5", "--places", "8", "--work", str(tmp_path), "--json", str(record), "--tree", "a tree"]
     monkeypatch.setattr(sys, "argv", ["bench_serve.py", *options])
     assert bench_serve.main() == 0
     rows = {(row["test"], row["model"], row.get("kind")): row for row in json.loads(record.read_text())}

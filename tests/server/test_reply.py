@@ -16,6 +16,8 @@ CALL = json.dumps(ROME, ensure_ascii=False)
 LLAMA = CALL.replace("arguments", "parameters")
 END_MARKED = CALL.replace("Rome", "</tool_call> </tool_call>")
 
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+
 # format, thinking already, text, reasoning, content, calls
 CASES: list[tuple[ToolFormat | None, bool, str, str, str | None, list[dict[str, Any]]]] = [
     (None, False, "Hello <b>you</b>", "", "Hello <b>you</b>", []),
@@ -35,11 +37,34 @@ CASES: list[tuple[ToolFormat | None, bool, str, str, str | None, list[dict[str, 
     (QWEN, False, f"A \n<tool_call>{CALL}</tool_call>\nB <tool_call> C", "", "A\nB <tool_call> C", [ROME]),
     (QWEN, False, f"<tool_call>{END_MARKED}</tool_call>", "", None, [json.loads(END_MARKED)]),
     (QWEN, False, '<tool_call>{"name": "</tool_call> x', "", '<tool_call>{"name": "</tool_call> x', []),
+    (QWEN, False, f"<tool_call>{CALL}</tool_call>\nHello \n", "", "\nHello \n", [ROME]),
+    (QWEN, False, f"<tool_call>{CALL}</tool_call>\nx \n<tool_cal ", "", "\nx \n<tool_cal ", [ROME]),
+    (QWEN, False, f"<tool_call>{LLAMA}</tool_call>", "", None, [ROME]),
+    (QWEN, False, '<tool_call>{"name": "time"}</tool_call>', "", None, [{"name": "time"}]),
+    *(
+        (QWEN, False, f"<tool_call>{text}</tool_call>", "", f"<tool_call>{text}</tool_call>", [])
+        for text in (
+            '{"name": "time", "args": {"x": 1}}',
+            '{"name": ["time"], "arguments": {}}',
+            '{"name": "time", "arguments": {"x": 1e999}}',
+            '{"name": "time", "arguments": {"x": NaN}}',
+            '{"name": "time", "arguments": null}',
+        )
+    ),
     (MISTRAL, False, f"[TOOL_CALLS][{CALL}, {CALL}]", "", None, [ROME, ROME]),
     (MISTRAL, False, '[TOOL_CALLS]weather[ARGS]{"town": "Rome ☀"}', "", None, [ROME]),
     (MISTRAL, False, "[TOOL_CALLS]time[CALL_ID]abc[ARGS]{}[TOOL_CALLS]time[ARGS]{}", "", None, [{"name": "time"}] * 2),
     (MISTRAL, False, "[TOOL_CALLS] none", "", "[TOOL_CALLS] none", []),
     (LLAMA3, False, LLAMA, "", None, [ROME]),
+    (LLAMA3, False, CALL, "", None, [ROME]),
+    (
+        LLAMA3,
+        False,
+        r'{"name": "time", "parameters": {"x": "\ud800"}}',
+        "",
+        None,
+        [{"name": "time", "arguments": {"x": "\ud800"}}],
+    ),
     (LLAMA3, False, f"<|python_tag|>{LLAMA}; {LLAMA}", "", None, [ROME, ROME]),
     (LLAMA3, False, f"I say {LLAMA}", "", f"I say {LLAMA}", []),
     (LLAMA3, False, '{"name": "rm", "parameters": {}}', "", '{"name": "rm", "parameters": {}}', []),
@@ -61,11 +86,12 @@ def test_cases(
             assert message["content"] == content
         assert [json.loads(call["function"]["arguments"]) for call in found] == [c.get("arguments", {}) for c in calls]
         assert [call["function"]["name"] for call in found] == [c["name"] for c in calls]
+        assert all(call["function"]["arguments"].encode() for call in found), "UTF-8 knows no half of a pair"
         assert len({call["id"] for call in found}) == len(found) == parser.calls
 
 
 @given(
-    st.lists(st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", CALL, "{", "<", "a", " ", "\n"])),
+    st.lists(st.sampled_from([*MARKS, CALL, f"<tool_call>{CALL}</tool_call>", "{", "<", "a", " ", "\n"]), max_size=9),
     st.sampled_from([None, QWEN, MISTRAL, LLAMA3]),
     st.booleans(),
     st.integers(1, 9),

@@ -111,6 +111,15 @@ def test_what_is_no_tool_is_named(speaking: Any) -> None:
     assert speaking.request("POST", "/v1/chat/completions", body)[1]["error"]["param"] == "tool_choice"
 
 
+def test_a_text_beside_tools_shows_no_special_token(speaking: Any) -> None:
+    """But those that a call is made of; and all of them where they are asked for."""
+    body = {"messages": USER, "max_tokens": 3, "temperature": 0, "logit_bias": {"0": 100}, "repetition_penalty": 1}
+    for tools in ({}, {"tools": [tool("a", {})]}):
+        for shows, content in (({}, ""), ({"skip_special_tokens": False}, "<s><s><s>")):
+            answer = speaking.request("POST", "/v1/chat/completions", body | tools | shows)[1]
+            assert answer["choices"][0]["message"]["content"] == content
+
+
 def test_parameters_without_a_type_are_an_object(speaking: Any) -> None:
     parameters = {"properties": {"town": {"enum": ["Rome", "Köln"]}}, "additionalProperties": False}
     body = {"messages": USER, "tools": [tool("weather", parameters)], "tool_choice": "required", "temperature": 1}
