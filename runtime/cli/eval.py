@@ -16,6 +16,7 @@ from nibblelm.cli.options import (
     add_model_argument,
     positive,
     shown_perplexity,
+    text_of,
 )
 
 HELP = "measure perplexity, and how far a converted model is from its source"
@@ -86,13 +87,9 @@ def _measure(args: argparse.Namespace) -> tuple[dict[str, Any], Callable[[], Non
 
     from nibblelm.checkpoint import open_checkpoint
     from nibblelm.engine import LLM
-    from nibblelm.errors import RequestError
     from nibblelm.evaluation import check_same_tokens, score, tokenize, windows
 
-    try:
-        text = args.text.read_bytes().decode("utf-8-sig")  # every byte counts but the mark that some editors put first
-    except UnicodeDecodeError as cause:
-        raise RequestError(f"{args.text} is not UTF-8 text: {cause}") from cause
+    text = text_of(args.text.read_bytes(), str(args.text))
     if args.record:
         _recordable(open_checkpoint(args.model).folder)
     options = {"kv": args.kv, "activations": args.activations}

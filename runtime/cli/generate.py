@@ -14,6 +14,7 @@ from nibblelm.cli.options import (
     print_footer,
     print_load,
     sampling_params,
+    text_of,
     warn_unheard,
 )
 
@@ -67,7 +68,7 @@ def _schema(path: Path) -> Any:
     from nibblelm.errors import RequestError
 
     try:
-        schema = json.loads(_text(path.read_bytes(), str(path)))
+        schema = json.loads(text_of(path.read_bytes(), str(path)))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{path} is not JSON: {error}") from error
     if schema is not True and not isinstance(schema, dict):
@@ -85,18 +86,8 @@ def _prompt(args: argparse.Namespace) -> str:
     if args.file is None and sys.stdin is None:
         raise RequestError("-p - reads standard input, which is closed; give -p TEXT or -f FILE")
     data = sys.stdin.buffer.read() if args.file is None else Path(args.file).read_bytes()
-    text = _text(data, args.file or "standard input")
+    text = text_of(data, args.file or "standard input")
     return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
-
-
-def _text(data: bytes, name: str) -> str:
-    from nibblelm.errors import RequestError
-
-    try:
-        return data.decode("utf-8-sig")  # the mark that some editors put first is no part of the text
-    except UnicodeDecodeError as error:
-        where = f"{name}, byte {error.start}"
-        raise RequestError(f"{where}: {data[error.start]:#04x} is not UTF-8; convert the text to UTF-8") from error
 
 
 def _messages(llm: "LLM", prompt: str, args: argparse.Namespace) -> list[dict[str, Any]] | None:

@@ -215,6 +215,17 @@ def byte_count(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def text_of(data: bytes, name: str) -> str:
+    """What a file or a pipe of this name holds, every byte of it. RequestError where it is not UTF-8."""
+    from nibblelm.errors import RequestError
+
+    try:
+        return data.decode("utf-8-sig")  # the mark that some editors put first is no part of the text
+    except UnicodeDecodeError as error:
+        where = f"{name}, byte {error.start}"
+        raise RequestError(f"{where}: {data[error.start]:#04x} is not UTF-8; convert the text to UTF-8") from error
+
+
 def shown_perplexity(figures: Mapping[str, Any]) -> str:
     """Perplexity and, where it is known, its standard error, for a line of text."""
     error = f" ± {figures['ppl_stderr']:.4f}" if "ppl_stderr" in figures else " (one window: no standard error)"

@@ -9,11 +9,11 @@ from nibblelm.server.errors import ApiError
 _MISSING = object()
 
 
-def _no_number(name: str) -> NoReturn:
+def no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON value")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_number)  # `json.loads` would make one for each request
+_DECODER = json.JSONDecoder(parse_constant=no_number)  # `json.loads` would make one for each request
 
 
 def parse(body: bytes) -> Any:

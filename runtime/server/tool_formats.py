@@ -4,9 +4,10 @@ import json
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from nibblelm.schema_limits import NAMED
+from nibblelm.server.fields import no_number
 
 Call = dict[str, Any]
 """{"name": ..., "arguments": JSON text}"""
@@ -36,11 +37,7 @@ def _finite(digits: str) -> float:
     return value
 
 
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON value")
-
-
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_number)
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=no_number)
 
 
 def _call(value: Any, key: str, names: Collection[str]) -> Call | None:
