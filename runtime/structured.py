@@ -102,6 +102,9 @@ class _Mark:
         return self._masks[key]
 
 
+_GUIDES = ("schema", "regex", "grammar")
+
+
 class Guides:
     """Makes guides for one model, from any thread. The first takes as long as reading the vocabulary does."""
 
@@ -119,8 +122,7 @@ class Guides:
 
         Raises SchemaError for what does not parse, is not supported or is too large.
         """
-        asked = {name: getattr(params, name) for name in ("schema", "regex", "grammar")}
-        asked = {name: value for name, value in asked.items() if value is not None}
+        asked = {name: value for name in _GUIDES if (value := getattr(params, name)) is not None}
         if not asked:
             return None
         ((name, value),) = asked.items()

@@ -5,10 +5,11 @@
 A shape is made of random weights, int4 per row, with a vocabulary of words, and kept in --work. Both engines have it
 loaded, and one computes while the other waits. `ready`: from the start of the process to the first answer of /health,
 and `import torch` alone; the median of several, the files in the page cache. `first token`: prompts of 128 ids over one
-connection that stays, in blocks and in turns with the engine. `mixed`: the requests of `bench --mixed`, all at once,
-answered whole and as streams, in turns with the engine. `saturation`: the load of `bench serve`, as much as there are
-places for. `steady`: arrivals at 80 % of the requests per second that this gave. No two prompts begin alike. What
---limit seconds leave no time for is not measured, and said.
+connection that stays, in blocks and in turns with the engine; here the server has the same engine, since two on a card
+differ by more than a hundredth of these times, and the client is a process of its own. `mixed`: the requests of `bench
+--mixed`, all at once, answered whole and as streams, in turns with the engine. `saturation`: the load of `bench serve`,
+as much as there are places for. `steady`: arrivals at 80 % of the requests per second that this gave. No two prompts
+begin alike. What --limit seconds leave no time for is not measured, and said.
 
     python scripts/bench_serve.py --pretend [--json benchmarks/cpu/serve.json]
 
@@ -22,6 +23,7 @@ import asyncio
 import dataclasses
 import gc
 import json
+import multiprocessing
 import random
 import shutil
 import socket
@@ -31,6 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -131,9 +134,8 @@ def ready(rows: Rows, name: str, folder: Path, options: list[str], tries: int) -
 class Connection:
     """One that stays open, read as little as it takes to see the first token."""
 
-    def __init__(self, url: str) -> None:
-        host, port = url.removeprefix("http://").split(":")
-        self._socket = socket.create_connection((host, int(port)))
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port))
 
     def first_token(self, ids: list[int]) -> float:
         """Seconds from sending a request to the first event of its stream."""
@@ -157,6 +159,32 @@ class Connection:
         return data
 
 
+class Client:
+    """A Connection in a process of its own: a thread of the server's would wait for its GIL to see a token."""
+
+    def __init__(self, port: int) -> None:
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _connect, (port,))
+
+    def first_tokens(self, prompts: list[list[int]]) -> list[float]:
+        """Seconds, of one after another."""
+        return self._pool.submit(_first_tokens, prompts).result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+_connections: list[Connection] = []
+"""The one of a Client's process."""
+
+
+def _connect(port: int) -> None:
+    _connections.append(Connection(port))
+
+
+def _first_tokens(prompts: list[list[int]]) -> list[float]:
+    return [_connections[0].first_token(ids) for ids in prompts]
+
+
 def _body(ids: list[int], tokens: int, stream: bool) -> dict[str, Any]:
     body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
     return body | ({"stream_options": {"include_usage": True}} if stream else {})
@@ -176,7 +204,7 @@ class Bench:
         """One after another, as who is alone with a server asks: blocks of the engine and of the server, of whose times
         the first few do not count. And in turns, where each finds what the other process and its idle time left of the
         caches. Medians."""
-        connection, prompt = Connection(self._url), min(128, self._llm.max_context // 4)
+        prompt = min(128, self._llm.max_context // 4)
 
         def inside() -> float:
             ids = self._ids(prompt)
@@ -185,15 +213,16 @@ class Bench:
             next(handle.tokens())
             return time.perf_counter() - begun
 
-        def beside(block: int, first: int) -> tuple[float, float]:
+        def beside(client: Client, block: int, first: int) -> tuple[float, float]:
             times: tuple[list[float], list[float]] = ([], [])
             for _ in range(repeats // block):
                 times[0].extend([inside() for _ in range(first + block)][first:])
-                times[1].extend([connection.first_token(self._ids(prompt)) for _ in range(first + block)][first:])
+                times[1].extend(client.first_tokens([self._ids(prompt) for _ in range(first + block)])[first:])
             return 1e3 * statistics.median(times[0]), 1e3 * statistics.median(times[1])
 
-        engine, http = beside(BLOCK, 5)
-        engine_turn, http_turn = beside(1, 0)
+        with closing(Served(self._llm, self._name)) as server, closing(Client(server.port)) as client:
+            engine, http = beside(client, BLOCK, 5)
+            engine_turn, http_turn = beside(client, 1, 0)
         facts = {"prompt_tokens": prompt, "engine_ms": engine, "http_ms": http, "beside_ms": http - engine}
         self._rows.add(test="first token", model=self._name, **facts, turns_beside_ms=http_turn - engine_turn)
 
@@ -249,23 +278,16 @@ class Bench:
         return {key: found[key] for key in ("requests", "requests_s", "prompt_tokens_s", "output_tokens_s")} | times
 
 
-class Pretended:
-    """A server in this process, its engine on a pretended card: the host's side of 256 places."""
+class Served:
+    """A server in this process."""
 
-    def __init__(self, folder: Path, places: int = 256, context: int = MIXED_CONTEXT) -> None:
-        self.llm = llm = nibblelm.LLM(folder, "cpu", threads=1)
-        llm.max_context, llm.max_sequences, llm.generation_config = context, places, {}
-        self.card = Card(places, llm.config.vocab_size)
-        scheduler = Scheduler(places, places * page_count(context), STEP_TOKENS["cuda"])
-        llm.engine = Engine(self.card, scheduler)  # type: ignore[arg-type]
+    def __init__(self, llm: nibblelm.LLM, name: str) -> None:
         self._socket = listen.bound("127.0.0.1", 0)
         self.port = self._socket.getsockname()[1]
-        options = listen.Options()
-        config = listen.configured(application(Service(llm, ["pretended"], options.limits), [], []))
+        config = listen.configured(application(Service(llm, [name], listen.Options().limits), [], []))
         self._server = listen.Server(config)
-        self._loop = threading.Thread(target=self._run, args=[config])
-        self._loop.start()
-        llm.generate([FIRST_ID], max_tokens=2)  # starts the engine's thread
+        self.loop = threading.Thread(target=self._run, args=[config])
+        self.loop.start()
         gc.collect()
         gc.freeze()  # as the command does
 
@@ -275,20 +297,36 @@ class Pretended:
 
     def close(self) -> None:
         self._server.should_exit = True
-        self._loop.join()
-        self.llm.close()
+        self.loop.join()
         gc.unfreeze()
+
+
+class Pretended:
+    """A server in this process, its engine on a pretended card: the host's side of 256 places."""
+
+    def __init__(self, folder: Path, places: int = 256, context: int = MIXED_CONTEXT) -> None:
+        self.llm = llm = nibblelm.LLM(folder, "cpu", threads=1)
+        llm.max_context, llm.max_sequences, llm.generation_config = context, places, {}
+        self.card = Card(places, llm.config.vocab_size)
+        scheduler = Scheduler(places, places * page_count(context), STEP_TOKENS["cuda"])
+        llm.engine = Engine(self.card, scheduler)  # type: ignore[arg-type]
+        llm.generate([FIRST_ID], max_tokens=2)  # starts the engine's thread
+        self._served = Served(llm, "pretended")
+
+    def close(self) -> None:
+        self._served.close()
+        self.llm.close()
 
     def cpu_s(self) -> tuple[float, float]:
         """Of the engine's thread and the event loop's, so far."""
         engine = next(thread for thread in threading.enumerate() if thread.name == "nibblelm-engine")
-        idents = [thread.ident or 0 for thread in (engine, self._loop)]
+        idents = [thread.ident or 0 for thread in (engine, self._served.loop)]
         first, second = (time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in idents)
         return first, second
 
     def streamed_s(self, bodies: list[dict[str, Any]]) -> float:
         """Seconds until a client of its own process has read all streams."""
-        command = [sys.executable, str(Path(__file__).with_name("pretended_card.py")), str(self.port)]
+        command = [sys.executable, str(Path(__file__).with_name("pretended_card.py")), str(self._served.port)]
         told = subprocess.run(command, input=json.dumps(bodies), capture_output=True, text=True, check=True).stdout
         if (found := json.loads(told))["done"] != len(bodies):
             raise SystemExit(f"of {len(bodies)} streams {found['done']} came to their end")
@@ -318,7 +356,7 @@ def pretended(rows: Rows, folder: Path, requests: int, repeats: int) -> None:
             figures.append(found | {"cost": 1 - found["http_tok_s"] / found["engine_tok_s"]})
         facts = {key: statistics.median(found[key] for found in figures[1:]) for key in figures[0]}
         rows.add(test="pretended card", model="llama-3-8b", requests=requests, output_tokens=total, **facts)
-        Bench(llm, f"http://127.0.0.1:{server.port}", "pretended card", rows).first_token(100 * repeats)
+        Bench(llm, "", "pretended card", rows).first_token(100 * repeats)
 
 
 def main() -> int:

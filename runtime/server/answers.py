@@ -1,8 +1,8 @@
 """Parts of answers that completions and chats have in common."""
 
 import json
+import secrets
 import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
@@ -23,7 +23,7 @@ LEAST_LOGPROB = -9999.0
 def head(prefix: str, kind: str, model: str) -> dict[str, Any]:
     """What every answer begins with."""
     return {
-        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "id": f"{prefix}-{secrets.token_hex(16)}",
         "object": kind,
         "created": int(time.time()),
         "model": model,

@@ -1,7 +1,6 @@
 """POST /v1/chat/completions: a conversation, answered through the model's chat template."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -83,13 +82,11 @@ async def chat_completions(service: Service, http: HttpRequest) -> Any:
     f = await read_body(http)
     service.check_model(f)
     wanted = read_chat(service, f)
-    with ExitStack() as room:
-        room.enter_context(service.admitted(wanted.common.n))
+    with service.admitted(wanted.common.n) as room:
         thinking, requests = await service.in_pool(_requests, service, wanted)
-        handles = service.begun(requests, wanted.common.stream)
         if wanted.common.stream:
-            return EventStream(service, handles, lambda: _Answer(service, wanted, thinking).events, room.pop_all())
-        outputs = await service.outputs(handles, http.receive)
+            return EventStream(service, requests, lambda: _Answer(service, wanted, thinking).events, room.passed_on())
+        outputs = await service.outputs(service.begun(requests, stream=False), http.receive)
         return await service.in_pool(_Answer(service, wanted, thinking).whole, outputs, quick=brief(outputs))
 
 

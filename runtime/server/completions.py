@@ -1,7 +1,6 @@
 """POST /v1/completions: texts, or token ids, continued."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,8 +63,9 @@ def _prompts(f: Fields) -> list[Prompt]:
         return isinstance(value, str) or (isinstance(value, list) and set(map(type, value)) == {int})
 
     def fits(value: Any) -> bool:
-        several = isinstance(value, list) and 1 <= len(value) <= MOST_PROMPTS and all(map(is_prompt, value))
-        return is_prompt(value) or several
+        return is_prompt(value) or (
+            isinstance(value, list) and 1 <= len(value) <= MOST_PROMPTS and all(map(is_prompt, value))
+        )
 
     value = f.take("prompt", supported, fits, required=True)
     return [value] if isinstance(value, str) or is_integer(value[0]) else value
@@ -77,14 +77,12 @@ async def completions(service: Service, http: HttpRequest) -> Any:
     service.check_model(f)
     wanted = Completion(_prompts(f), *service.settings(read_settings, f))
     n, stream = wanted.common.n, wanted.common.stream
-    with ExitStack() as room:
-        room.enter_context(service.admitted(n * len(wanted.prompts), "n" if n > 1 else "prompt"))
+    with service.admitted(n * len(wanted.prompts), "n" if n > 1 else "prompt") as room:
         quick = not wanted.common.guided and n * sum(OUTPUT + len(prompt) for prompt in wanted.prompts) <= QUICK
         requests = await service.in_pool(_requests, service, wanted, quick=quick)
-        handles = service.begun(requests, stream)
         if stream:
-            return EventStream(service, handles, lambda: _Answer(service, wanted, requests).events, room.pop_all())
-        outputs = await service.outputs(handles, http.receive)
+            return EventStream(service, requests, lambda: _Answer(service, wanted, requests).events, room.passed_on())
+        outputs = await service.outputs(service.begun(requests, stream=False), http.receive)
         return await service.in_pool(_Answer(service, wanted, requests).whole, outputs, quick=brief(outputs))
 
 
@@ -109,7 +107,7 @@ class _Answer:
         self._chunks = Chunks(self._head, wanted.common.include_usage)
         self._outputs: dict[int, GenerationOutput] = {}
         self._offsets: dict[int, _Offsets] = {}
-        self._begun = [False] * len(requests)
+        self._begun = [not wanted.echo] * len(requests)
         self._plain = wanted.asked > 0 and wanted.common.params.logprobs is None
         places = range(len(requests)) if self._plain else ()
         self._of_text = [self._chunks.of_texts(partial(self._choice, i, [], None)) for i in places]

@@ -3,16 +3,16 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from nibblelm.engine_core import Handle
 from nibblelm.readers import Reader
-from nibblelm.server.answers import event
+from nibblelm.request import Request
+from nibblelm.server.answers import answer, event
 from nibblelm.server.errors import ApiError, error_of
-from nibblelm.server.service import CONNECTION, Connection, Service, until_gone
+from nibblelm.server.service import CONNECTION, Connection, Room, Service, until_gone
 
 HEAD_START_S = 0.001
 """Seconds that the engine's thread has the GIL to itself after a request is entered, if its first token takes so long:
@@ -33,30 +33,29 @@ Events = Callable[[list[tuple[int, Any]]], Iterable[str]]
 
 
 class EventStream:
-    """A response whose events come of `handles`, which it aborts when the client leaves.
+    """A response whose events come of `requests`, which it aborts when the client leaves. It enters them as late as it
+    can: what the loop does behind that, the engine's thread waits for, as it wakes and wants the GIL.
 
     writer  makes what writes the events, when the engine has begun
     room    holds what `Service.admitted` gave; closed at the end
     """
 
     _events: Events
+    _handles: Sequence[Handle] = ()
 
-    def __init__(
-        self, service: Service, handles: Sequence[Handle], writer: Callable[[], Events], room: ExitStack
-    ) -> None:
-        self._service, self._handles, self._writer, self._room = service, handles, writer, room
+    def __init__(self, service: Service, requests: Sequence[Request], writer: Callable[[], Events], room: Room) -> None:
+        self._service, self._requests, self._writer, self._room = service, requests, writer, room
         self._turn = asyncio.Event()  # of the task: at the end, or where the client does not read in time
         self._started = False  # whether its head is sent
         self._failure: Exception | None = None
-        self._unfinished = len(handles)
+        self._unfinished = len(requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: Connection = scope["state"][CONNECTION]
         last = _DONE
         try:
             try:
-                reader = Reader(self._handles, lambda: self._news(reader, connection))
-                await self._begun()
+                reader = await self._begun(connection)
                 self._events = self._writer()
                 async with self._service.limited(), until_gone(receive, self._handles):
                     connection.begin_stream()
@@ -66,6 +65,8 @@ class EventStream:
                 if not self._unfinished:
                     last = "".join(self._events([])).encode() + _DONE
             except ApiError as error:
+                if not self._handles:
+                    return await answer(error.body, error.status, error.headers)(scope, receive, send)
                 if not self._started or not connection.in_time:
                     return  # which closes the connection: what it is sent, the client does not read
                 last = event(json.dumps(error.body)).encode()
@@ -76,14 +77,17 @@ class EventStream:
         connection.write_chunk(last)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _begun(self) -> None:
-        """The first token is there, or HEAD_START_S have gone by."""
+    async def _begun(self, connection: Connection) -> Reader:
+        """Enter the requests, until the first token is there or HEAD_START_S have gone by."""
         timer = asyncio.get_running_loop().call_later(HEAD_START_S, self._turn.set)
         try:
+            self._handles = self._service.begun(self._requests, stream=True)
+            reader = Reader(self._handles, lambda: self._news(reader, connection))
             await self._turn.wait()
         finally:
             timer.cancel()
         self._turn.clear()
+        return reader
 
     def _news(self, reader: Reader, connection: Connection) -> None:
         if self._started:

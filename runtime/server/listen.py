@@ -167,7 +167,7 @@ class _Protocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _head_open = False  # a request's head has begun, and has not come to its end
     _head_bytes = 0  # received since its beginning, but for the piece that it began in
-    _read_bytes = 0  # of its lines that are whole
+    _read_bytes = 0  # of its path and of its headers that are whole
     _chunked = True  # the stream that is being sent
     _cycles: tuple[Any, ...] = ()  # of requests that are not answered yet, of which several may be pipelined
     _refusal: ApiError | None = None  # of what cannot be read, and nothing is read after it
@@ -206,16 +206,15 @@ class _Protocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
-        self._check_head()
+        self._read_bytes += len(url)
+        if len(self.url) > HEAD_BYTES // 2:
+            raise httptools.HttpParserError  # else the parser would go on to the end of what has come
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._read_bytes += len(name) + len(value) + len(": \r\n")
-        self._check_head()
+        if self._read_bytes > HEAD_BYTES:
+            raise httptools.HttpParserError
         super().on_header(name, value)
-
-    def _check_head(self) -> None:
-        if self._too_long():
-            raise httptools.HttpParserError  # else the parser would go on to the end of what has come
 
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -284,23 +283,30 @@ class _Protocol(HttpToolsProtocol):
                 self.parser.feed_data(b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, kept))
                 rest = rest[offer.args[0] :]
 
-    @property
-    def heard(self) -> bool:
-        return not self.cycle.more_body
+    def take_body(self) -> bytes | None:
+        cycle = self._answered
+        if cycle is None or cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
+            return None
+        body, cycle.body = cycle.body, bytearray()
+        return bytes(body)
 
     @property
     def in_time(self) -> bool:
         return not self.flow.write_paused
 
     def begin_stream(self) -> None:
-        answered = next(cycle for cycle in self._cycles if not cycle.response_complete)  # the others wait for it
-        self._chunked = answered.scope["http_version"] != "1.0"
+        self._chunked = self._answered.scope["http_version"] != "1.0"
         if not self._chunked:  # the end of the connection is that of the body
-            answered.chunked_encoding = False
+            self._answered.chunked_encoding = False
 
     def write_chunk(self, body: bytes) -> None:
         if not self.transport.is_closing():
             self.transport.write(b"%x\r\n%b\r\n" % (len(body), body) if self._chunked else body)
+
+    @property
+    def _answered(self) -> Any:
+        """The cycle of the request whose turn it is, for which the others wait; None if its rest was refused."""
+        return next((cycle for cycle in self._cycles if not cycle.response_complete), None)
 
     def _too_long(self, received: int = 0) -> ApiError | None:
         """What to answer to a head, of which so much has been received, or to trailers that have more than they may."""
@@ -308,7 +314,7 @@ class _Protocol(HttpToolsProtocol):
             return None
         if len(self.url) > HEAD_BYTES // 2:
             return ApiError(414, f"the path has more than {HEAD_BYTES // 2} bytes")
-        if max(received, len(self.url) + self._read_bytes) > HEAD_BYTES:
+        if max(received, self._read_bytes) > HEAD_BYTES:
             return ApiError(431, f"the request's first line and headers have more than {HEAD_BYTES} bytes")
         return None
 

@@ -1,7 +1,7 @@
 """An answer taken apart as it comes: what the model thought, what it says, and the tools it calls."""
 
 import json
-import uuid
+import secrets
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -137,7 +137,7 @@ class ReplyParser:
             yield {"content": self._gap + text}
         self._gap, self._between = "", bool(calls)
         for call in calls or []:
-            made = {"index": self.calls, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call}
+            made = {"index": self.calls, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call}
             self.calls += 1
             yield {"tool_calls": [made]}
 

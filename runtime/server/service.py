@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -40,9 +40,8 @@ class Connection(Protocol):
     """What ASGI does not tell of a client, and a way to write parts of a body at once: ASGI's `send` takes a turn of a
     task and of each layer around it, together several times as long as making an event."""
 
-    @property
-    def heard(self) -> bool:
-        """Whether the requests that have begun to arrive are there to their end."""
+    def take_body(self) -> bytes | None:
+        """The body of the request to be answered, once, if it has come to its end; else `receive` has it."""
         ...
 
     @property
@@ -83,6 +82,28 @@ class Limits:
 
 class ClientGoneError(Exception):
     """The client has closed its connection: there is nobody to answer."""
+
+
+class Room:
+    """Outputs that count among a service's `unfinished` until it is closed, as leaving a `with` does."""
+
+    def __init__(self, service: "Service", outputs: int) -> None:
+        self._service, self._outputs = service, outputs
+
+    def __enter__(self) -> "Room":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._service.unfinished -= self._outputs
+        self._outputs = 0
+
+    def passed_on(self) -> "Room":
+        """The same, for who closes it later."""
+        room, self._outputs = Room(self._service, self._outputs), 0
+        return room
 
 
 class Service:
@@ -149,8 +170,7 @@ class Service:
         except NibbleLMError as error:
             raise as_api_error(error) from error
 
-    @contextmanager
-    def admitted(self, outputs: int, param: str = "n") -> Iterator[None]:
+    def admitted(self, outputs: int, param: str = "n") -> Room:
         """Room for so many outputs. Raises ApiError 400, 429 or 503 where there is none."""
         if outputs > self.most:
             raise ApiError(400, f"{outputs} outputs in one request; supported: at most {self.most}", param=param)
@@ -166,10 +186,7 @@ class Service:
                 headers={"retry-after": "1"},
             )
         self.unfinished += outputs
-        try:
-            yield
-        finally:
-            self.unfinished -= outputs
+        return Room(self, outputs)
 
     def prepared(
         self,
@@ -296,8 +313,12 @@ async def read_body(request: HttpRequest) -> Fields:
             more = message["more_body"]
         return bytes(body)
 
-    whole = request.scope["state"][CONNECTION].heard  # as it mostly is: then there is nothing to limit
-    return Fields(parse(await (read() if whole else within(BODY_S, read(), "the body"))))
+    connection: Connection = request.scope["state"][CONNECTION]
+    if (whole := connection.take_body()) is None:
+        whole = await within(BODY_S, read(), "the body")
+    if len(whole) > MOST_BYTES:
+        raise _too_long()
+    return Fields(parse(whole))
 
 
 def _too_long() -> ApiError:
