@@ -202,8 +202,8 @@ class Bench:
 
     def first_token(self, repeats: int) -> None:
         """One after another, as who is alone with a server asks: blocks of the engine and of the server, of whose times
-        the first few do not count. And in turns, where each finds what the other process and its idle time left of the
-        caches. Medians."""
+        the first few do not count. And in turns, where each finds what the other and its idle time left of the caches.
+        Medians."""
         prompt = min(128, self._llm.max_context // 4)
 
         def inside() -> float:

@@ -36,7 +36,10 @@ def test_a_failed_step_is_an_event_of_the_stream(running: Any, monkeypatch: pyte
     error = json.loads(last.removeprefix("data: "))["error"]
     assert (error["code"], error["type"]) == ("engine_ended", "server_error")
     assert "illegal instruction" in error["message"]
-    assert server.ask({"prompt": "Once"})[0] == 503
+    for stream in (False, True):  # a stream that cannot begin is no stream
+        status, text = server.ask({"prompt": "Once", "stream": stream})
+        assert (status, "illegal instruction" in json.loads(text)["error"]["message"]) == (503, True)
+    assert wait_for(lambda: server.service.unfinished == 0)
     assert server.service.health()[0] == 503
     assert server.service.engine_failed.is_set()
 
