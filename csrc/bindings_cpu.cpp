@@ -9,6 +9,7 @@
 #include "cpu/isa.h"
 #include "cpu/memory.h"
 #include "cpu/panels.h"
+#include "cpu/poll.h"
 #include "cpu/program.h"
 #include "cpu/quantize.h"
 #include "cpu/team.h"
@@ -64,6 +65,7 @@ void bind_team(py::module_& m) {
   m.def("set_threads", nibblelm::set_threads, Unlocked());
   m.def("threads", nibblelm::threads, Unlocked());
   m.def("usable_cores", nibblelm::usable_cores);
+  m.def("readable_within", nibblelm::readable_within, Unlocked());
   m.def("isa", nibblelm::isa);
   m.def("available_isas", nibblelm::available_isas);
   m.def("set_isa", nibblelm::set_isa);
