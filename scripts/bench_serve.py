@@ -45,6 +45,7 @@ from rows import Rows
 
 import nibblelm
 from nibblelm.benchmark import MIXED_CONTEXT, mixed_lengths
+from nibblelm.cli.serve import SWITCH_S
 from nibblelm.engine import STEP_TOKENS
 from nibblelm.engine_core import Engine
 from nibblelm.pages import page_count
@@ -289,7 +290,9 @@ class Served:
         self.loop = threading.Thread(target=self._run, args=[config])
         self.loop.start()
         gc.collect()
-        gc.freeze()  # as the command does
+        gc.freeze()  # as the command does, and
+        self._switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
 
     def _run(self, config: Any) -> None:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
@@ -299,6 +302,7 @@ class Served:
         self._server.should_exit = True
         self.loop.join()
         gc.unfreeze()
+        sys.setswitchinterval(self._switch_s)
 
 
 class Pretended:

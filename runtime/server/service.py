@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -18,6 +19,7 @@ from nibblelm.errors import NibbleLMError, RequestError, SchemaError
 from nibblelm.readers import collect
 from nibblelm.request import GenerationOutput, Request
 from nibblelm.sampling_params import SamplingParams
+from nibblelm.server.awake import Awake, awake_for
 from nibblelm.server.errors import ApiError, as_api_error, error_of
 from nibblelm.server.fields import Fields, parse
 
@@ -58,6 +60,9 @@ class Connection(Protocol):
         nothing."""
         ...
 
+
+AWAKE_OUTPUTS = 4
+"""Outputs up to which the event loop stays awake: of more, some token or request is always there."""
 
 MOST_SETTINGS, LONGEST_SETTINGS = 256, 1000
 """Ways to ask that are remembered, and characters of one."""
@@ -119,6 +124,11 @@ class Service:
         limits.check(llm.max_sequences, llm.engine.most)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nibblelm-server")
         self._settings: dict[tuple[Any, str], Any] = {}
+
+    @cached_property
+    def _awake(self) -> Awake | None:
+        device, loop = self.llm.device.type, asyncio.get_running_loop()
+        return awake_for(device, loop, lambda: 0 < self.unfinished <= AWAKE_OUTPUTS)
 
     @property
     def most(self) -> int:
@@ -186,6 +196,8 @@ class Service:
                 headers={"retry-after": "1"},
             )
         self.unfinished += outputs
+        if self._awake is not None:
+            self._awake.stir()
         return Room(self, outputs)
 
     def prepared(

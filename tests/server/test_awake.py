@@ -1,0 +1,111 @@
+"""An event loop that does not sleep while it is waited for: what comes is seen all the same, and it sleeps afterwards."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import uvloop
+
+from nibblelm import _cpu
+from nibblelm.server.awake import AWAKE_S, LEAST_CORES, PASSES, SLICE_US, Awake, awake_for
+
+SLICE_S = 1e-6 * SLICE_US
+LATE_S = 0.05  # on a busy machine; without a mistake it is a slice
+
+
+def run(work: Callable[[list[bool]], Coroutine[Any, Any, None]]) -> None:
+    async def awake() -> None:
+        wanted = [True]
+        Awake(asyncio.get_running_loop(), lambda: wanted[0]).stir()
+        await work(wanted)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(awake())
+
+
+def test_timers_and_other_threads_are_seen() -> None:
+    async def work(_: list[bool]) -> None:
+        loop, came = asyncio.get_running_loop(), asyncio.Event()
+        for _ in range(5):
+            begun = time.monotonic()
+            await asyncio.sleep(0.005)
+            assert time.monotonic() - begun < 0.005 + LATE_S
+            sent: list[float] = []
+
+            def tell(sent: list[float] = sent) -> None:
+                time.sleep(0.005)
+                sent.append(time.monotonic())
+                loop.call_soon_threadsafe(came.set)
+
+            thread = threading.Thread(target=tell)
+            thread.start()
+            await came.wait()
+            assert time.monotonic() - sent[0] < LATE_S
+            thread.join()
+            came.clear()
+
+    run(work)
+
+
+def test_callbacks_that_follow_each_other_are_held_up_by_a_slice_at_most() -> None:
+    async def work(_: list[bool]) -> None:
+        begun, turns = time.monotonic(), 4 * PASSES
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        assert time.monotonic() - begun < turns * SLICE_S + LATE_S
+
+    run(work)
+
+
+def test_it_sleeps_when_nobody_waits_any_more_and_wakes_again() -> None:
+    async def work(wanted: list[bool]) -> None:
+        wanted[0] = False
+        await asyncio.sleep(2 * AWAKE_S)
+        before = time.thread_time()
+        await asyncio.sleep(0.3)
+        assert time.thread_time() - before < 0.03
+
+    run(work)
+
+
+def test_it_is_awake_only_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(device: str, cores: int, new: Callable[[], asyncio.AbstractEventLoop]) -> bool:
+        monkeypatch.setattr(_cpu, "usable_cores", lambda: cores)
+        loop = new()
+        try:
+            return awake_for(device, loop, lambda: True) is not None
+        finally:
+            loop.close()
+
+    assert made("cuda", LEAST_CORES, uvloop.new_event_loop)
+    assert not made("cpu", LEAST_CORES, uvloop.new_event_loop)
+    assert not made("cuda", LEAST_CORES - 1, uvloop.new_event_loop)
+    assert not made("cuda", LEAST_CORES, asyncio.SelectorEventLoop)
+
+
+def test_a_descriptor_is_asked_without_the_gil() -> None:
+    """Another thread computes meanwhile."""
+    counted = [0]
+
+    def count() -> None:
+        while counted[0] >= 0:
+            counted[0] += 1
+
+    import os
+
+    read, write = os.pipe()
+    thread = threading.Thread(target=count)
+    thread.start()
+    begun, before = time.monotonic(), counted[0]
+    assert not _cpu.readable_within(read, 50_000)
+    assert 0.05 <= time.monotonic() - begun < 0.05 + LATE_S
+    assert counted[0] > before + 1000
+    counted[0] = -(1 << 60)
+    thread.join()
+    os.write(write, b"x")
+    assert _cpu.readable_within(read, 0)
+    os.close(write), os.close(read)
+    assert _cpu.readable_within(read, 50_000), "what is closed is not waited for"
