@@ -1,8 +1,8 @@
 """An event loop whose thread does not sleep while somebody waits for it.
 
 A thread that sleeps sees a request or a token 20 us later, and its processor, once awake, runs Python at two thirds of
-its speed: 0.1 ms of a first token (benchmarks/h200/NOTES.md). So the thread of a loop that is waited for asks the system
-again and again, without the GIL, which the engine's thread needs.
+its speed: 0.1 ms of a first token (benchmarks/h200/NOTES.md). So the thread of a loop that is waited for asks the
+system again and again, without the GIL, which the engine's thread needs.
 """
 
 import asyncio

@@ -1,6 +1,7 @@
-"""An event loop that does not sleep while it is waited for: what comes is seen all the same, and it sleeps afterwards."""
+"""An event loop that does not sleep while it is waited for sees what comes all the same, and sleeps afterwards."""
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -93,8 +94,6 @@ def test_a_descriptor_is_asked_without_the_gil() -> None:
     def count() -> None:
         while counted[0] >= 0:
             counted[0] += 1
-
-    import os
 
     read, write = os.pipe()
     thread = threading.Thread(target=count)
