@@ -28,7 +28,7 @@ def run(work: Callable[[list[bool]], Coroutine[Any, Any, None]]) -> None:
 
 
 def test_timers_and_other_threads_are_seen() -> None:
-    async def work(_: list[bool]) -> None:
+    async def work(_wanted: list[bool]) -> None:
         loop, came = asyncio.get_running_loop(), asyncio.Event()
         for _ in range(5):
             begun = time.monotonic()
@@ -52,7 +52,7 @@ def test_timers_and_other_threads_are_seen() -> None:
 
 
 def test_callbacks_that_follow_each_other_are_held_up_by_a_slice_at_most() -> None:
-    async def work(_: list[bool]) -> None:
+    async def work(_wanted: list[bool]) -> None:
         begun, turns = time.monotonic(), 4 * PASSES
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -106,5 +106,6 @@ def test_a_descriptor_is_asked_without_the_gil() -> None:
     thread.join()
     os.write(write, b"x")
     assert _cpu.readable_within(read, 0)
-    os.close(write), os.close(read)
+    for end in (write, read):
+        os.close(end)
     assert _cpu.readable_within(read, 50_000), "what is closed is not waited for"
