@@ -3,16 +3,20 @@
     python scripts/bench_cpu_peers.py --peer-python PEERS/bin/python --work CACHE --json benchmarks/cpu
     python scripts/bench_cpu_peers.py --shape qwen2.5-0.5b --threads 2 --rounds 3
     python scripts/bench_cpu_peers.py --rounds 0 --work CACHE --json benchmarks/cpu       the footprint alone
+    python scripts/bench_cpu_peers.py --older COMMIT=OLD/bin/python ...    an older NibbleLM in the same rounds
 
 PEERS is a virtual environment with llama.cpp built for this machine, numpy and the GGUF writer:
 
     python3 -m venv PEERS
     CMAKE_ARGS=-DGGML_NATIVE=ON PEERS/bin/pip install --no-binary llama-cpp-python llama-cpp-python gguf numpy
 
-Without --peer-python only PyTorch is compared. All engines run the same random bf16 weights: NibbleLM converts them
-with min/max to int4 and int8 per row (int8 head), llama.cpp's own quantizer makes its default Q4_0 and Q8_0 files,
-PyTorch quantizes its Linear layers per tensor; the first lines printed say how far the logits of each are from one
-another. The files (7 GB for the 1.1B shape) stay in --work for the next run.
+Without --peer-python only PyTorch is compared. OLD is an environment with another commit's wheel. Ratios of one
+processor say nothing about another's: whether a tree is slower than an earlier one, only such rounds tell.
+
+All engines run the same random bf16 weights: NibbleLM converts them with min/max to int4 and int8 per row (int8 head),
+llama.cpp's own quantizer makes its default Q4_0 and Q8_0 files, PyTorch quantizes its Linear layers per tensor; the
+first lines printed say how far the logits of each are from one another. The files (7 GB for the 1.1B shape) stay in
+--work for the next run.
 
 Every engine lives in its own process. A round asks each for one prefill and one decode, forwards in even rounds and
 backwards in odd ones; a ratio is taken within a round, and its median, least and most over the rounds are given.
@@ -53,6 +57,8 @@ PAIRS = (  # bits of NibbleLM, peer
     (8, "llama.cpp Q8_0"),
     (4, "torch dynamic int8"),
     (8, "torch dynamic int8"),
+    (4, "older int4"),
+    (8, "older int8"),
 )
 
 
@@ -86,7 +92,7 @@ def make_checkpoint(raw: dict[str, Any], folder: Path, device: str = "cpu", max_
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-def prepare(shape: str, work: Path, peer_python: Path | None) -> dict[str, list[str]]:
+def prepare(shape: str, work: Path, peer_python: Path | None, older_python: str) -> dict[str, list[str]]:
     """Make what is not in `work` yet. Returns the command line of each engine's process."""
     source, quantized = work / shape / "bf16", {bits: work / shape / f"int{bits}" for bits in (4, 8)}
     if not source.exists():
@@ -105,12 +111,14 @@ def prepare(shape: str, work: Path, peer_python: Path | None) -> dict[str, list[
         for name in ("Q4_0", "Q8_0"):
             path = gguf / f"{name.lower()}.gguf"
             commands[f"llama.cpp {name}"] = [str(peer_python), str(ENGINES), "llama.cpp", str(path)]
+    for bits, folder in quantized.items() if older_python else ():
+        commands[f"older int{bits}"] = [older_python, str(ENGINES), "nibblelm", str(folder)]
     commands["torch dynamic int8"] = [sys.executable, str(ENGINES), "torch", str(source)]
     return {name: commands[name] for name in sorted(commands, key=_beside_its_peer)}
 
 
 def _beside_its_peer(name: str) -> int:
-    order = ["int4", "llama.cpp Q4_0", "torch dynamic int8", "int8", "llama.cpp Q8_0"]
+    order = ["older int4", "int4", "llama.cpp Q4_0", "torch dynamic int8", "older int8", "int8", "llama.cpp Q8_0"]
     return order.index(name)
 
 
@@ -196,14 +204,15 @@ def run_rounds(
 
 def rows_of(rates: Rates, read_gb_s: float, facts: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
-    for phase, (bits, peer) in itertools.product(TOKENS, PAIRS):
-        ours, theirs = rates.get((f"int{bits}", phase)), rates.get((peer, phase))
-        if ours is None or theirs is None:
+    for age, phase, (bits, peer) in itertools.product(("", "older "), TOKENS, PAIRS):
+        ours, theirs = rates.get((f"{age}int{bits}", phase)), rates.get((peer, phase))
+        if ours is None or theirs is None or (age and peer.startswith(age)):
             continue
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         rows.append(
             {
                 **{key: facts[key] for key in ("shape", "threads")},
+                **({"older": facts["older"]} if age else {}),
                 "bits": bits,
                 "group_size": -1,
                 "phase": phase,
@@ -223,8 +232,11 @@ def rows_of(rates: Rates, read_gb_s: float, facts: dict[str, Any]) -> list[dict[
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
     for r in rows:
         spread = f"{r['ratio_median']:5.2f} x [{r['ratio_min']:.2f} .. {r['ratio_max']:.2f}]"
-        ours = f"int{r['bits']} {r['ours_tok_s']:7.1f}"
-        print(f"  {r['phase']:8} {ours}   {r['peer']:19} {r['peer_tok_s']:7.1f}   {spread}", flush=True)
+        ours = f"{'older ' * ('older' in r)}int{r['bits']}"
+        print(
+            f"  {r['phase']:8} {ours:10} {r['ours_tok_s']:7.1f}   {r['peer']:19} {r['peer_tok_s']:7.1f}   {spread}",
+            flush=True,
+        )
 
 
 def print_limits(
@@ -298,6 +310,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """All engines on one shape; the rows of the record, which are printed too."""
     found, limits = [], Limits()
+    facts = {"shape": shape, "commit": measured_commit, "older": args.older.partition("=")[0]}
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(command)) for name, command in commands.items()}
         print_agreement(workers, args.threads[0])
@@ -305,7 +318,7 @@ def compare(
             print(f"{shape}, {threads} threads, {args.rounds} rounds, tok/s")
             rates, measured = run_rounds(workers, limits, threads, args.phase, args.rounds)
             read, _ = print_limits(rates, measured, weight_bytes)
-            rows = rows_of(rates, read, {"shape": shape, "threads": threads, "commit": measured_commit})
+            rows = rows_of(rates, read, facts | {"threads": threads})
             print_rows(rows)
             found += rows
     return found
@@ -333,6 +346,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--phase", nargs="+", choices=tuple(TOKENS), default=list(TOKENS))
     parser.add_argument("--rounds", type=int, default=7, help="0: no engines, only the footprint")
     parser.add_argument("--peer-python", type=Path, metavar="PATH", help="interpreter that has llama_cpp and gguf")
+    parser.add_argument(
+        "--older",
+        default="",
+        metavar="COMMIT=PATH",
+        help="an older NibbleLM, and an interpreter that has it",
+    )
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps the models (default: a temporary folder)")
     parser.add_argument("--footprint", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
@@ -347,7 +366,7 @@ def main() -> None:
     with ExitStack() as outer:
         work = args.work or Path(outer.enter_context(tempfile.TemporaryDirectory()))
         for shape in args.shape:
-            commands = prepare(shape, work, args.peer_python)
+            commands = prepare(shape, work, args.peer_python, args.older.partition("=")[2])
             for bits in (4, 8) if args.footprint else ():
                 footprints.append(footprint(shape, work / shape / f"int{bits}", bits, measured_commit))
             weight_bytes = {f["bits"]: f["packed_bytes"] for f in footprints if f["shape"] == shape}

@@ -177,6 +177,18 @@ def cpu(rows: Sequence[dict[str, Any]]) -> str:
     return table(header, [[*start, *peers] for start, peers in cells.items()])
 
 
+def cpu_older(rows: Sequence[dict[str, Any]]) -> str:
+    """Ratios of this tree and of an older one against the same peers, in the same rounds."""
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        ratio = f"{row['ratio_median']:.2f} x [{row['ratio_min']:.2f}, {row['ratio_max']:.2f}]"
+        peer = "older" if row["peer"].startswith("older") else row["peer"]
+        key = (row["shape"], str(row["threads"]), f"{row['phase']} int{row['bits']}", peer)
+        cells.setdefault(key, {})["older" if "older" in row else "now"] = ratio
+    header = ["shape", "threads", "phase", "beside", "now", "older tree"]
+    return table(header, [[*key, own["now"], own.get("older", "")] for key, own in cells.items()])
+
+
 def families(rows: Sequence[dict[str, Any]]) -> str:
     """Decoding of each family at 1B, in bytes of matrices, beside llama's in the same rounds."""
     cells = []
@@ -291,6 +303,7 @@ def recorded(name: str) -> list[dict[str, Any]]:
 
 RECORDS: dict[str, Callable[[Any], str]] = {
     "cpu/peers.json": cpu,
+    "cpu/peers_older.json": cpu_older,
     "cpu/footprint.json": footprint,
     "cpu/families.json": families,
     "cpu/avx2.json": kernels,
