@@ -1,17 +1,25 @@
 """An event loop that does not sleep while it is waited for sees what comes all the same, and sleeps afterwards."""
 
 import asyncio
+import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
 from nibblelm import _cpu
+from nibblelm.server import service
 from nibblelm.server.awake import AWAKE_S, LEAST_CORES, PASSES, SLICE_US, Awake, awake_for
+
+sys.path.insert(0, str(Path(__file__).parent))
+from waiting import wait_for
 
 SLICE_S = 1e-6 * SLICE_US
 LATE_S = 0.05  # on a busy machine; without a mistake it is a slice
@@ -85,6 +93,42 @@ def test_it_is_awake_only_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> No
     assert not made("cpu", LEAST_CORES, uvloop.new_event_loop)
     assert not made("cuda", LEAST_CORES - 1, uvloop.new_event_loop)
     assert not made("cuda", LEAST_CORES, asyncio.SelectorEventLoop)
+
+
+def texts_of(answer: str) -> dict[int, str]:
+    """What each output says, of a stream's events or of one object."""
+    events = answer.split("data: ")[1:-1] if answer.startswith("data: ") else [answer]
+    texts: dict[int, str] = {}
+    for choice in (choice for event in events for choice in json.loads(event)["choices"]):
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts
+
+
+def test_a_server_that_stays_awake_answers_as_one_that_sleeps(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies = [
+        {"prompt": f"Once {i}", "max_tokens": 20, "seed": i, "stream": i % 2 == 1, "n": 1 + i % 3} for i in range(8)
+    ]
+
+    def texts(server: Any) -> list[dict[int, str]]:
+        with ThreadPoolExecutor(len(bodies)) as pool:  # all at a time
+            return [texts_of(text) for _, text in pool.map(server.ask, bodies)]
+
+    asleep = texts(running())
+    assert [len(own) for own in asleep] == [body["n"] for body in bodies]
+    made: list[Awake] = []
+
+    def awake(_device: str, loop: asyncio.AbstractEventLoop, wanted: Callable[[], bool]) -> Awake:
+        made.append(Awake(loop, wanted))
+        return made[0]
+
+    monkeypatch.setattr(service, "awake_for", awake)
+    server = running()
+    assert texts(server) == asleep
+    left = server.begin({"prompt": "Once", "stream": True, "max_tokens": 400, "ignore_eos": True})
+    left.readline()
+    left.close()
+    assert wait_for(lambda: server.service.unfinished == 0)
+    assert len(made) == 1
 
 
 def test_a_descriptor_is_asked_without_the_gil() -> None:
