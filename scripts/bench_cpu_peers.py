@@ -223,6 +223,7 @@ def rows_of(rates: Rates, read_gb_s: float, facts: dict[str, Any]) -> list[dict[
                 "ratio_min": round(min(ratios), 3),
                 "ratio_max": round(max(ratios), 3),
                 "read_gb_s": round(read_gb_s, 1),
+                "rounds": len(ratios),
                 "commit": facts["commit"],
             }
         )

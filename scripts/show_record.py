@@ -178,14 +178,15 @@ def cpu(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def cpu_older(rows: Sequence[dict[str, Any]]) -> str:
-    """Ratios of this tree and of an older one against the same peers, in the same rounds."""
+    """Ratios of this tree and of an older one against the same peers, in the same rounds; of several runs."""
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:
         ratio = f"{row['ratio_median']:.2f} x [{row['ratio_min']:.2f}, {row['ratio_max']:.2f}]"
         peer = "older" if row["peer"].startswith("older") else row["peer"]
-        key = (row["shape"], str(row["threads"]), f"{row['phase']} int{row['bits']}", peer)
+        run = f"{row.get('run', 1)}: {row['rounds']} rounds"
+        key = (run, row["shape"], str(row["threads"]), f"{row['phase']} int{row['bits']}", peer)
         cells.setdefault(key, {})["older" if "older" in row else "now"] = ratio
-    header = ["shape", "threads", "phase", "beside", "now", "older tree"]
+    header = ["run", "shape", "threads", "phase", "beside", "now", "older tree"]
     return table(header, [[*key, own["now"], own.get("older", "")] for key, own in cells.items()])
 
 
