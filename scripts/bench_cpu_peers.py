@@ -92,7 +92,7 @@ def make_checkpoint(raw: dict[str, Any], folder: Path, device: str = "cpu", max_
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-def prepare(shape: str, work: Path, peer_python: Path | None, older_python: str) -> dict[str, list[str]]:
+def prepare(shape: str, work: Path, peer_python: Path | None, older_python: str | None) -> dict[str, list[str]]:
     """Make what is not in `work` yet. Returns the command line of each engine's process."""
     source, quantized = work / shape / "bf16", {bits: work / shape / f"int{bits}" for bits in (4, 8)}
     if not source.exists():
@@ -111,8 +111,9 @@ def prepare(shape: str, work: Path, peer_python: Path | None, older_python: str)
         for name in ("Q4_0", "Q8_0"):
             path = gguf / f"{name.lower()}.gguf"
             commands[f"llama.cpp {name}"] = [str(peer_python), str(ENGINES), "llama.cpp", str(path)]
-    for bits, folder in quantized.items() if older_python else ():
-        commands[f"older int{bits}"] = [older_python, str(ENGINES), "nibblelm", str(folder)]
+    if older_python is not None:
+        for bits, folder in quantized.items():
+            commands[f"older int{bits}"] = [older_python, str(ENGINES), "nibblelm", str(folder)]
     commands["torch dynamic int8"] = [sys.executable, str(ENGINES), "torch", str(source)]
     return {name: commands[name] for name in sorted(commands, key=_beside_its_peer)}
 
@@ -311,7 +312,7 @@ def compare(
 ) -> list[dict[str, Any]]:
     """All engines on one shape; the rows of the record, which are printed too."""
     found, limits = [], Limits()
-    facts = {"shape": shape, "commit": measured_commit, "older": args.older.partition("=")[0]}
+    facts = {"shape": shape, "commit": measured_commit, "older": args.older and args.older[0]}
     with ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(command)) for name, command in commands.items()}
         print_agreement(workers, args.threads[0])
@@ -339,6 +340,13 @@ def commit() -> str:
     return git("rev-parse", "--short=12", "HEAD") + ("-dirty" if changed else "")
 
 
+def commit_and_path(text: str) -> tuple[str, str]:
+    older, _, path = text.partition("=")
+    if not path:
+        raise argparse.ArgumentTypeError(f"{text!r}; want COMMIT=PATH, as 2540dcd=OLD/bin/python")
+    return older, path
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shapes = ("tinyllama-1.1b", "qwen2.5-0.5b")
@@ -348,17 +356,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7, help="0: no engines, only the footprint")
     parser.add_argument("--peer-python", type=Path, metavar="PATH", help="interpreter that has llama_cpp and gguf")
     parser.add_argument(
-        "--older",
-        default="",
-        metavar="COMMIT=PATH",
-        help="an older NibbleLM, and an interpreter that has it",
+        "--older", type=commit_and_path, metavar="COMMIT=PATH", help="an older NibbleLM, and an interpreter that has it"
     )
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps the models (default: a temporary folder)")
     parser.add_argument("--footprint", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument(
-        "--json", type=Path, metavar="FOLDER", help="write what was measured there: peers.json, footprint.json"
+        "--json",
+        type=Path,
+        metavar="FOLDER",
+        help="write what was measured there: peers.json, footprint.json; with --older one more run in peers_older.json",
     )
     return parser.parse_args()
+
+
+def one_more_run(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is recorded there, and `rows` as a run of their own."""
+    before = json.loads(path.read_text()) if path.exists() else []
+    run = 1 + max((row["run"] for row in before), default=0)
+    return [*before, *({**row, "run": run} for row in rows)]
 
 
 def main() -> None:
@@ -367,7 +382,7 @@ def main() -> None:
     with ExitStack() as outer:
         work = args.work or Path(outer.enter_context(tempfile.TemporaryDirectory()))
         for shape in args.shape:
-            commands = prepare(shape, work, args.peer_python, args.older.partition("=")[2])
+            commands = prepare(shape, work, args.peer_python, args.older and args.older[1])
             for bits in (4, 8) if args.footprint else ():
                 footprints.append(footprint(shape, work / shape / f"int{bits}", bits, measured_commit))
             weight_bytes = {f["bits"]: f["packed_bytes"] for f in footprints if f["shape"] == shape}
@@ -375,7 +390,9 @@ def main() -> None:
                 rows += compare(shape, commands, weight_bytes, args, measured_commit)
     if args.json:
         args.json.mkdir(parents=True, exist_ok=True)
-        for name, record in (("peers", rows), ("footprint", footprints)):
+        if args.older and rows:
+            rows = one_more_run(args.json / "peers_older.json", rows)
+        for name, record in (("peers_older" if args.older else "peers", rows), ("footprint", footprints)):
             if record:
                 (args.json / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 

@@ -183,7 +183,7 @@ def cpu_older(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         ratio = f"{row['ratio_median']:.2f} x [{row['ratio_min']:.2f}, {row['ratio_max']:.2f}]"
         peer = "older" if row["peer"].startswith("older") else row["peer"]
-        run = f"{row.get('run', 1)}: {row['rounds']} rounds"
+        run = f"{row['run']}: {row['rounds']} rounds"
         key = (run, row["shape"], str(row["threads"]), f"{row['phase']} int{row['bits']}", peer)
         cells.setdefault(key, {})["older" if "older" in row else "now"] = ratio
     header = ["run", "shape", "threads", "phase", "beside", "now", "older tree"]

@@ -25,18 +25,17 @@ SLICE_S = 1e-6 * SLICE_US
 LATE_S = 0.05  # on a busy machine; without a mistake it is a slice
 
 
-def run(work: Callable[[list[bool]], Coroutine[Any, Any, None]]) -> None:
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def awake() -> None:
-        wanted = [True]
-        Awake(asyncio.get_running_loop(), lambda: wanted[0]).stir()
-        await work(wanted)
+        Awake(asyncio.get_running_loop(), lambda: True).stir()
+        await work()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(awake())
 
 
 def test_timers_and_other_threads_are_seen() -> None:
-    async def work(_wanted: list[bool]) -> None:
+    async def work() -> None:
         loop, came = asyncio.get_running_loop(), asyncio.Event()
         for _ in range(5):
             begun = time.monotonic()
@@ -60,7 +59,7 @@ def test_timers_and_other_threads_are_seen() -> None:
 
 
 def test_callbacks_that_follow_each_other_are_held_up_by_a_slice_at_most() -> None:
-    async def work(_wanted: list[bool]) -> None:
+    async def work() -> None:
         begun, turns = time.monotonic(), 4 * PASSES
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -69,15 +68,26 @@ def test_callbacks_that_follow_each_other_are_held_up_by_a_slice_at_most() -> No
     run(work)
 
 
-def test_it_sleeps_when_nobody_waits_any_more_and_wakes_again() -> None:
-    async def work(wanted: list[bool]) -> None:
-        wanted[0] = False
-        await asyncio.sleep(2 * AWAKE_S)
+def test_it_is_awake_while_it_is_wanted_and_sleeps_otherwise() -> None:
+    async def busy_s(seconds: float) -> float:
+        """Processor time of the loop's thread meanwhile."""
         before = time.thread_time()
-        await asyncio.sleep(0.3)
-        assert time.thread_time() - before < 0.03
+        await asyncio.sleep(seconds)
+        return time.thread_time() - before
 
-    run(work)
+    async def work() -> None:
+        wanted = [True]
+        awake = Awake(asyncio.get_running_loop(), lambda: wanted[0])
+        for _ in range(2):
+            awake.stir()
+            assert await busy_s(0.3) > 0.04  # all of it but for what other processes take
+            wanted[0] = False
+            await asyncio.sleep(2 * AWAKE_S)
+            assert await busy_s(0.3) < 0.03
+            wanted[0] = True
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work())
 
 
 def test_it_is_awake_only_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
