@@ -22,7 +22,6 @@ from nibblelm.server.awake import AWAKE_S, LEAST_CORES, PASSES, Awake, awake_for
 sys.path.insert(0, str(Path(__file__).parent))
 from waiting import PATIENCE_S, wait_for
 
-
 _readable_within = _cpu.readable_within
 
 
