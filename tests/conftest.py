@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import signal
 import subprocess
 import time
 import zlib
@@ -33,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("nibblelm", patient, derandomize=same)
     settings.load_profile("nibblelm")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
     worker, cards = os.environ.get("PYTEST_XDIST_WORKER", ""), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if worker and len(cards) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = cards[int(worker.removeprefix("gw")) % len(cards)]
