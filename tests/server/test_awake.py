@@ -71,9 +71,13 @@ def test_what_comes_from_outside_ends_a_slice(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_timers_are_seen_between_slices() -> None:
+    """A slice ends by itself: seconds are for the slowest machine."""
+
     async def work() -> None:
+        begun = time.monotonic()
         for _ in range(5):
-            await asyncio.wait_for(asyncio.sleep(0.005), PATIENCE_S)
+            await asyncio.sleep(0.005)
+        assert time.monotonic() - begun < 10
 
     run(work)
 
