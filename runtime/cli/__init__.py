@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from nibblelm import __version__
+from nibblelm.cli.options import settle_model
 from nibblelm.errors import NibbleLMError, printable
 
 _HEEDS_INTERRUPTS = {"chat": "nibblelm.engine", "convert": "nibblelm.converter"}
@@ -35,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
         command.add_argument("--debug", action="store_true", help="show the traceback of a failure")
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, parser=command)
     return parser
 
 
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     args = build_parser().parse_args(argv)
+    settle_model(args.parser, args)
     if not args.debug:
         warnings.showwarning = _plain_warning
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads, where they wait, leave cores to others

@@ -10,8 +10,8 @@ HELP = "print architecture, context, bits per weight and memory of a model"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    which = add_model_argument(parser)
-    which.add_argument("--supported", action="store_true", help="list model families and the switches they understand")
+    add_model_argument(parser)
+    parser.add_argument("--supported", action="store_true", help="list model families and the switches they understand")
     parser.add_argument("--strict", action="store_true", help="refuse unknown keys in config.json")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -13,12 +13,22 @@ if TYPE_CHECKING:
     from nibblelm.sampling_params import SamplingParams
 
 
-def add_model_argument(parser: argparse.ArgumentParser, required: bool = True) -> argparse._MutuallyExclusiveGroup:
-    """The model, by its place or as -m; returns the group of what stands in for it."""
-    group = parser.add_mutually_exclusive_group(required=required)
-    group.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="model folder or hub id")
-    group.add_argument("-m", "--model", dest="model", metavar="MODEL", help="the same")
-    return group
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """The model, by its place or as -m; `settle_model` makes one of the two."""
+    parser.add_argument("place", nargs="?", metavar="MODEL", help="model folder or hub id")
+    parser.add_argument("-m", "--model", metavar="MODEL", help="the same")
+
+
+def settle_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """args.model of what `add_model_argument` took; here, so that an unknown option is named before what follows it."""
+    if not hasattr(args, "place"):
+        return
+    place, named, instead = args.place, args.model, getattr(args, "supported", False)
+    if place is not None and named is not None:
+        parser.error(f"MODEL {place!r} beside -m {named!r}; give one of them")
+    args.model = named if place is None else place
+    if (args.model is None) != instead:
+        parser.error("MODEL beside --supported; give one of them" if instead else "MODEL is required")
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:

@@ -128,7 +128,9 @@ def test_prompts_that_cannot_be_read_are_one_line(stories: str, tmp_path: Path) 
         (("generate", "-m", "{stories}", "-p", "a", "--system", "Be brief"), 1, "chat template"),
         (("chat", "-m", "{stories}"), 1, "chat template"),
         (("info", "-m", "{stories}/model.safetensors"), 1, "model.safetensors"),
-        (("info", "{stories}", "-m", "x"), 2, "not allowed with"),
+        (("info", "{stories}", "-m", "x"), 2, "beside -m 'x'; give one of them"),
+        (("info", "x", "--supported"), 2, "MODEL beside --supported"),
+        (("generate", "-m", "{stories}", "--promt", "hi", "-p", "x"), 2, "unrecognized arguments: --promt"),
         (("info",), 2, "required"),
     ],
 )
