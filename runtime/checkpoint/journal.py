@@ -76,8 +76,10 @@ def locked(folder: Path) -> BinaryIO:
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 file = path.open("a+b")
-            except FileNotFoundError:  # another conversion has just ended, and taken the folder away
-                continue
+            except FileNotFoundError as cause:
+                if path.is_symlink():
+                    raise ConvertError(f"{path} is a link to a place that is not there; remove it") from cause
+                continue  # another conversion has just ended, and taken the folder away
         try:
             if fcntl is not None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

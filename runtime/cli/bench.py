@@ -287,6 +287,8 @@ def _from_shape(args: argparse.Namespace, context: int) -> tuple["Runner", dict[
     config = module.read_config(raw)
     if context > config.max_positions:
         raise RequestError(f"{context} positions are asked for; {args.shape} has {config.max_positions}")
+    if args.bits == 16 and args.group_size != -1:
+        raise RequestError(f"--group-size {args.group_size} is of 4 or 8 bits; leave it out with --bits 16")
     print(f"making random weights of {args.shape} ...", file=sys.stderr)
     begun = time.perf_counter()
     dtype, kv_dtype, activation_bits = numeric_types(args.dtype, device, args.activations, args.kv)

@@ -216,6 +216,8 @@ def test_bench_of_a_model_takes_no_format(stories: str, capsys: pytest.CaptureFi
     assert "--bits and --group-size are of --shape" in capsys.readouterr().err
     assert main(["bench", "-m", stories, "--random-weights"]) == 1
     assert "--random-weights, --bits and --group-size are of --shape" in capsys.readouterr().err
+    assert main(["bench", "--shape", "llama-3.2-1b", "--bits", "16", "--group-size", "128"]) == 1
+    assert "leave it out with --bits 16" in capsys.readouterr().err
 
 
 def test_bench_fits_its_default_load_to_the_context(stories: str, capsys: pytest.CaptureFixture[str]) -> None:

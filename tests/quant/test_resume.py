@@ -190,6 +190,14 @@ def test_a_folder_is_held_from_its_making(tmp_path):
     assert not (tmp_path / WORK).exists()
 
 
+def test_a_journal_that_leads_nowhere(tmp_path):
+    """It cannot be opened however often that is tried."""
+    (tmp_path / WORK).mkdir()
+    (tmp_path / WORK / journal.NAME).symlink_to(tmp_path / "gone" / "journal")
+    with pytest.raises(ConvertError, match="remove it"):
+        WorkFolder(tmp_path / "out", tmp_path, resume=True, overwrite=False, needed=0)
+
+
 def test_two_conversions_to_one_folder(save, tmp_path):
     source = save("llama")
 
