@@ -6,12 +6,15 @@
 // ahead, and waits for no other warp before the end. The blocks of a thread-block cluster divide a row's positions and
 // merge through distributed shared memory; where a row takes several, or none, the rest is merged through device
 // memory. Of many rows, a block takes all parts of one, or a good length of them, with the same merges in its own
-// memory. Head sizes are 64 to 256; those that share a kernel are filled up with zeros in shared memory.
+// memory; of very many, a warp does. Head sizes are 64 to 256; those that share a kernel are filled up with zeros in
+// shared memory.
 #include <bit>
+#include <cstddef>
 
 #include "attention_heads.cuh"
 #include "attention_merge.cuh"
 #include "attention_tiles.cuh"
+#include "attention_warp.cuh"
 
 namespace nibblelm::cuda {
 namespace {
@@ -63,13 +66,14 @@ struct Place {
   }
 };
 
-// Asks L2 for a warp's tiles of a short row; those of a long one would be gone from L2 before their turn.
+// Asks L2 for a warp's tiles of a short row; those of a long one would be gone from L2 before their turn, as would
+// those of a thousand rows at a time.
 template <class F>
 __device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Share<F::kParts>& share,
                                                const Place<F>& at, int pages) {
   using T = F::T;
   constexpr int D{F::D}, kLine{D * sizeof(T) < 128 ? D : static_cast<int>(128 / sizeof(T))};  // values
-  if (share.end - share.begin > 2 * kPartPositions) return;
+  if (F::kWarps == 1 || share.end - share.begin > 2 * kPartPositions) return;
   int p = share.begin + at.warp * kTile;
 #pragma unroll 1
   for (int tile = 0; p < share.end; ++tile, p += Ring<F>::kStep) {
@@ -185,6 +189,12 @@ __device__ __forceinline__ void merge_row(const AttentionArgs& a, const Place<F>
   }
 }
 
+// Of shared memory behind the ring of a block of one warp: the new key and value, which it needs up to the last tile.
+template <class Prepared>
+constexpr int kQueriesAt{static_cast<int>(offsetof(Prepared, q))};
+template <class F, bool kFused>
+constexpr int kBeforeParts{kFused ? kQueriesAt<Prepared<F::D, typename F::T>> : 0};
+
 // Grid (parts, kv_heads * head groups, rows); parts in clusters, or alone. Warps take tiles in turn; their triples are
 // merged in the order of warps, then of the parts of a group, then of groups.
 template <class F, bool kOptions, bool kFused>
@@ -195,7 +205,9 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   using R = Ring<F>;
   constexpr int kRounds{(kHeads * kQuads + R::kThreads - 1) / R::kThreads};
   extern __shared__ __align__(128) unsigned char storage[];
-  __shared__ __align__(16) Prepared<kFused ? D : 0, typename F::T> prepared;
+  using Heads = Prepared<kFused ? D : 0, typename F::T>;
+  __shared__ __align__(16) std::conditional_t<F::kWarps == 1, char, Heads> beside;
+  Heads& prepared = *reinterpret_cast<Heads*>(F::kWarps == 1 ? static_cast<void*>(storage + F::kBytes) : &beside);
   __shared__ uint64_t received;  // in the cluster's first block: reports of the parts
   const Place<F> at(a, first_row, groups);
   if (F::kCluster > 1 && at.rank == 0 && threadIdx.x == 0) cluster_init(&received);
@@ -223,7 +235,6 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   }
   const Queries<F> q(a.cache, query, at.g < at.heads, at.j);
 
-  Accumulator<F> sum;
   const auto insert = [&](int unit, int p, int which) {
     if constexpr (kFused) {
       if (newest && share.position >= p && share.position < p + kTile) {
@@ -233,8 +244,10 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
       }
     }
   };
-  const auto weigh = [&](float (&s)[4], const float (&scales)[4], int p, uint32_t& p0, uint32_t& p1) {
-    sum.template weigh<kOptions>(a, s, scales, at.row, share.position, at.first_head, p, share.end, at.g, at.j, p0, p1);
+  const auto weigh = [&](Accumulator<F>& sum, float (&s)[4], const float (&scales)[4], int p, bool fresh, uint32_t& p0,
+                         uint32_t& p1) {
+    sum.template weigh<kOptions>(a, s, scales, at.row, share.position, at.first_head, p, share.end, at.g, at.j, fresh,
+                                 p0, p1);
   };
   int p = first, page = __shfl_sync(kAllLanes, pages, R::kUnits / 2), unit = 0;
   const int parts = share.plan.parts();
@@ -265,6 +278,42 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
       for (int r = 0; r < kRounds; ++r) round(r);
     }
   };
+  if constexpr (F::kWarps == 1) {
+    Accumulator<F> chains[F::kChains];
+    // Where the queries were, which are in registers by now.
+    const WarpParts<F> space{reinterpret_cast<float4*>(storage + F::kBytes + kBeforeParts<F, kFused>),
+                             (at.heads + 1) / 2};
+    const bool whole = parts <= share.parts;
+    int part{0};
+#pragma unroll 1
+    for (int from = share.begin; from < share.end; from += share.plan.span, ++part) {
+      attend_chains(chains, ring, q, p, min(from + share.plan.span, share.end), page, unit, insert, weigh);
+      merge_chains<F>(chains);
+      const Accumulator<F>& sum = chains[0];
+      if (whole) space.keep(part, sum, at.g, at.j);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (whole || 2 * at.j + h >= at.heads) break;
+        const Partials partials(a, at.first_head + 2 * at.j + h, partials_of_head);
+        const int n = at.part * share.parts + part;
+        if (at.g == 0) partials.statistics[n] = {sum.m[h], sum.l[h]};
+        sum.each(h, at.g, [&](int d, float x) {
+          if (F::has(a.cache, d)) partials.outputs[static_cast<int64_t>(n) * width + d] = x;
+        });
+      }
+#pragma unroll
+      for (Accumulator<F>& chain : chains) chain = {};
+    }
+    if (whole) {
+      __syncwarp();  // the ring is free, too
+      write_row(a.cache, space.merged(parts, at.g, at.j), reinterpret_cast<bf16*>(storage), out, at.heads, at.lane);
+    } else if (arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y),
+                            (parts + share.parts - 1) / share.parts)) {
+      merge_row<F>(a, at, parts, partials_of_head, write);
+    }
+    return;
+  }
+  Accumulator<F> sum;
   if constexpr (F::kParts > 1) {
     const PartSpace<F> space{reinterpret_cast<float*>(storage + F::kBytes), at.heads};
     const bool whole = parts <= share.parts;
@@ -350,7 +399,9 @@ Choice choice(int heads) {
   const Kernel kernel = attention_decode_kernel<F, kOptions, kFused>;
   cudaFuncAttributes compiled{};
   check(cudaFuncGetAttributes(&compiled, kernel), "attention: cudaFuncGetAttributes");
-  const int bytes = F::kBytes + (F::kParts > 1 ? PartSpace<F>::bytes(heads) : 0);
+  const int bytes = F::kBytes + (F::kWarps == 1  ? kBeforeParts<F, kFused> + WarpParts<F>::bytes(heads)
+                                 : F::kParts > 1 ? PartSpace<F>::bytes(heads)
+                                                 : 0);
   return {kernel, F::kWarps * kWarp, bytes, compiled.ptxVersion >= 90 ? F::kHostCluster : 1, F::kParts};
 }
 
@@ -374,6 +425,13 @@ Choice choose(const AttentionArgs& a) {
   if constexpr (kFused && kCaps<S>)
     if (has_options(a))
       return many ? choice<ManyForm<S, T>, true, true>(heads) : choice<RowForm<S, T>, true, true>(heads);
+  if constexpr (kFused && S::D == 128) {
+    constexpr int kReserved{1024 + 128}, kLeast{sizeof(T) == 1 ? 6 : 3};  // blocks a multiprocessor, as measured
+    const Choice alone = choice<WarpForm<S, T>, false, true>(heads);
+    const int fit = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (alone.bytes + kReserved);
+    if (fit >= WarpForm<S, T>::kBlocks && blocks >= kLeast * device_attribute(cudaDevAttrMultiProcessorCount))
+      return alone;
+  }
   if constexpr (S::kExact || kFused) {
     if (many) return choice<ManyForm<S, T>, false, kFused>(heads);
     if constexpr (S::kExact)

@@ -19,9 +19,9 @@ struct HeadArgs {
 // of padding keeps the reads of eight heads off each other's banks.
 template <int D, class T>
 struct Prepared {
-  bf16 q[kHeads][D + 8];
   alignas(16) T key_value[2][D];
   float scales[2];  // of int8
+  alignas(16) bf16 q[kHeads][D + 8];
 };
 template <class T>
 struct Prepared<0, T> {};
@@ -63,7 +63,8 @@ struct RawHeads {
   static constexpr int D{F::D}, kWarps{F::kWarps};
   static constexpr int kValues{D / kWarp};
   static constexpr int kRounds{kHeads / kWarps};
-  static constexpr int kHeld{kRounds > 2 ? 1 : kRounds};  // more of a warp's heads are read one by one
+  // More of a warp's heads are read one by one, but where there are no others to wait for.
+  static constexpr int kHeld{kRounds > 2 && kWarps > 1 ? 1 : kRounds};
   bf16 q[kHeld][kValues], key[kValues], value[kValues];
   float cos[kValues / 2], sin[kValues / 2];
 
@@ -165,10 +166,11 @@ struct RawHeads {
 #pragma unroll
       for (int i = 0; i < kValues; ++i) to.q[warp][at[i]] = q[0][i];
     }
-    if (warp == 0) put<true>(at, {to.key_value[0], to.scales}, key);
-    if (warp == 1) put<true>(at, {to.key_value[1], to.scales + 1}, value);
-    if (warp == kWarps - 2) put<false>(at, new_key, key);
-    if (warp == kWarps - 1) put<false>(at, new_value, value);
+    const auto has = [&](int role) { return kWarps == 1 || warp == role; };
+    if (has(0)) put<true>(at, {to.key_value[0], to.scales}, key);
+    if (has(1)) put<true>(at, {to.key_value[1], to.scales + 1}, value);
+    if (has(kWarps - 2)) put<false>(at, new_key, key);
+    if (has(kWarps - 1)) put<false>(at, new_value, value);
 #pragma unroll
     for (int n = 1; n < kHeld; ++n) {
       if (warp + n * kWarps >= heads) break;

@@ -58,13 +58,16 @@ struct HeadSize {
 
 // How a block is built; it changes the time, never the result. `Value`: of the cache, bf16 or int8_t. kClusterBlocks:
 // 1, or the parts of a group where the card has clusters. kPerMultiprocessor: blocks that shall fit. kMostParts: that a
-// block takes one after the other. Only the number of warps shows in the result, so all forms of a size have the same.
-template <class Size, class Value, int kRing, int kClusterBlocks, int kPerMultiprocessor, int kMostParts = 1>
+// block takes one after the other. kOneWarp: a block is one warp, which takes the tiles of all chains. Only the number
+// of chains shows in the result, so all forms of a size have the same.
+template <class Size, class Value, int kRing, int kClusterBlocks, int kPerMultiprocessor, int kMostParts = 1,
+          bool kOneWarp = false>
 struct Form : Size {
   using Size::D;
   using T = Value;
   static constexpr bool kInt8{std::is_same_v<T, int8_t>};
-  static constexpr int kWarps{D == 256 ? 2 : 4};
+  static constexpr int kChains{D == 256 ? 2 : 4};  // of tiles in turn, each with an online softmax of its own
+  static constexpr int kWarps{kOneWarp ? 1 : kChains};
   static constexpr int kRingBytes{kRing};
   static constexpr int kTiles{kRing / (2 * kTile * D * static_cast<int>(sizeof(T)))};  // of keys and values
   // Behind the ring the scales of the keys and of the values of each tile.
@@ -87,6 +90,10 @@ using LongForm = Form<S, T, 128 << 10, 1, 1>;
 // block hides more of the way to the first tile than a longer ring.
 template <class S, class T>
 using ManyForm = Form<S, T, 32 << 10, 1, S::D == 256 ? 2 : 3, kGroup>;
+// Very many rows: a warp for each KV head of each. It prepares the heads once, not four times, and waits for no other
+// warp; all chains are in its registers, so eight fit on a multiprocessor.
+template <class S, class T>
+using WarpForm = Form<S, T, 8 << 10, 1, 8, kGroup, true>;
 
 // A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
 // place is exclusive-ored with the row (or pair of rows of 64 bytes), so that neither copies nor ldmatrix meet bank
@@ -303,6 +310,15 @@ struct Accumulator {
   float m[2]{-INFINITY, -INFINITY};
   float l[2]{0.0f, 0.0f};  // over this lane's positions only, until the end
 
+  // Calls f(d, value) for this lane's values of head h's output.
+  template <class Each>
+  __device__ __forceinline__ void each(int h, int g, Each f) const {
+#pragma unroll
+    for (int c = 0; c < D / 16; ++c) {
+      f(16 * c + (F::kInt8 ? 2 * g : g), o[c][h]);
+      f(16 * c + (F::kInt8 ? 2 * g + 1 : g + 8), o[c][2 + h]);
+    }
+  }
   // Head h's output, (D,), to shared memory.
   __device__ __forceinline__ void store(float* to, int h, int g) const {
 #pragma unroll
@@ -349,11 +365,11 @@ struct Accumulator {
   }
 
   // Takes the dot products of 16 positions from p on and leaves their weights, as operands, in p0 and p1: in int8 times
-  // the values' scales, so that these cost no rounding of their own.
+  // the values' scales, so that these cost no rounding of their own. `fresh`: there is nothing in the sum yet.
   template <bool kOptions>
   __device__ __forceinline__ void weigh(const AttentionArgs& a, float (&s)[4], const float (&scales)[4], int64_t row,
-                                        int position, int first_head, int p, int end, int g, int j, uint32_t& p0,
-                                        uint32_t& p1) {
+                                        int position, int first_head, int p, int end, int g, int j, bool fresh,
+                                        uint32_t& p0, uint32_t& p1) {
     const auto scored = [&](float dot, int head, int at) {
       if constexpr (F::kExact || !kOptions) return score<kOptions, true>(a, dot, row, position, head, at);
       return has_options(a) ? score<true, true>(a, dot, row, position, head, at)
@@ -371,11 +387,11 @@ struct Accumulator {
 #pragma unroll
       for (int offset = 4; offset < kWarp; offset *= 2)
         highest[h] = fmaxf(highest[h], __shfl_xor_sync(kAllLanes, highest[h], offset));
-    if (__any_sync(kAllLanes, highest[0] != m[0] || highest[1] != m[1])) {  // else every factor is 1
+    if (!fresh &&
+        __any_sync(kAllLanes, highest[0] != m[0] || highest[1] != m[1])) {  // else every factor is 1, or of nothing
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float factor = weight_of(m[h], highest[h]);
-        m[h] = highest[h];
         l[h] = __fmul_rn(l[h], factor);
 #pragma unroll
         for (int c = 0; c < D / 16; ++c) {
@@ -384,6 +400,7 @@ struct Accumulator {
         }
       }
     }
+    m[0] = highest[0], m[1] = highest[1];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       s[i] = weight_of(s[i], m[i & 1]);
@@ -416,41 +433,47 @@ struct Accumulator {
   }
 };
 
-// A warp's tiles from p to the end of a part, which fill() asked for; `page` is that of the tile to ask for next,
-// `unit` this one's. insert(unit, p, which) puts in a key (0) or value (1) that the cache lacks; weigh(dots, scales,
-// p, p0, p1) is Accumulator::weigh.
+// A warp's tile at p, which fill() asked for, and on to its next; `page` is that of the tile to ask for next, `unit`
+// this one's. `fresh`: the sum is empty. insert(unit, p, which) puts in a key (0) or value (1) that the cache lacks;
+// weigh(sum, dots, scales, p, fresh, p0, p1) is Accumulator::weigh.
+template <class F, class Insert, class Weigh>
+__device__ __forceinline__ void attend_tile(Accumulator<F>& sum, const Ring<F>& ring, const Queries<F>& q, int& p,
+                                            int& page, int& unit, bool fresh, Insert insert, Weigh weigh) {
+  using R = Ring<F>;
+  const int far = p + R::kAround;
+  const int next = far < ring.end ? ring.page(far + R::kStep) : 0;  // a tile before it is needed
+  float s[4], scales[4];
+  copy_async_wait<R::kUnits - 1>();
+  __syncwarp();  // the keys have arrived for every lane
+  insert(unit, p, 0);
+  ring.tile_scales(scales, unit);
+  sum.dots(s, ring, unit, q, scales);
+  __syncwarp();  // every lane is done with them
+  if (far < ring.end) {
+    ring.fetch_keys(unit, far, page, next);
+  } else {
+    dependency_release();
+  }
+  copy_async_commit();
+  uint32_t p0, p1;
+  weigh(sum, s, scales, p, fresh, p0, p1);
+  copy_async_wait<R::kUnits - 1>();
+  __syncwarp();
+  insert(unit + 1, p, 1);
+  sum.add(ring, unit + 1, p0, p1);
+  __syncwarp();
+  if (far < ring.end) ring.fetch(unit + 1, ring.cache.v, far, page, next);
+  copy_async_commit();
+  page = next;
+  p += R::kStep, unit = unit + 2 == R::kUnits ? 0 : unit + 2;
+}
+
+// Its tiles from p to the end of a part.
 template <class F, class Insert, class Weigh>
 __device__ __forceinline__ void attend(Accumulator<F>& sum, const Ring<F>& ring, const Queries<F>& q, int& p, int end,
                                        int& page, int& unit, Insert insert, Weigh weigh) {
-  using R = Ring<F>;
 #pragma unroll 1
-  for (; p < end; p += R::kStep, unit = unit + 2 == R::kUnits ? 0 : unit + 2) {
-    const int far = p + R::kAround;
-    const int next = far < ring.end ? ring.page(far + R::kStep) : 0;  // a tile before it is needed
-    float s[4], scales[4];
-    copy_async_wait<R::kUnits - 1>();
-    __syncwarp();  // the keys have arrived for every lane
-    insert(unit, p, 0);
-    ring.tile_scales(scales, unit);
-    sum.dots(s, ring, unit, q, scales);
-    __syncwarp();  // every lane is done with them
-    if (far < ring.end) {
-      ring.fetch_keys(unit, far, page, next);
-    } else {
-      dependency_release();
-    }
-    copy_async_commit();
-    uint32_t p0, p1;
-    weigh(s, scales, p, p0, p1);
-    copy_async_wait<R::kUnits - 1>();
-    __syncwarp();
-    insert(unit + 1, p, 1);
-    sum.add(ring, unit + 1, p0, p1);
-    __syncwarp();
-    if (far < ring.end) ring.fetch(unit + 1, ring.cache.v, far, page, next);
-    copy_async_commit();
-    page = next;
-  }
+  while (p < end) attend_tile(sum, ring, q, p, page, unit, false, insert, weigh);
 }
 
 }  // namespace nibblelm::cuda

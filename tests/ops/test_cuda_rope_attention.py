@@ -188,6 +188,29 @@ def test_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int, dty
         assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("d", [*FILLED, 128])
+def test_of_very_many_short_rows(d: int, dtype: torch.dtype) -> None:
+    """A warp takes all positions of a KV head of a row, and some are idle."""
+    c = make_projection([i * 7 % 300 + 1 for i in range(104)], 8, 8, d, dtype, capacity=320)
+    c["slots"][5::30] = -1
+    check_rope_attention(c)
+
+
+@pytest.mark.parametrize("window", [0, 100, 777])
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize(("d", "heads"), [(d, heads) for d in (80, 96, 128) for heads in (8, 24, 32, 64)])
+def test_of_very_many_rows(d: int, heads: int, window: int, dtype: torch.dtype) -> None:
+    """Rows of every length, each as it is alone: one warp or several take a KV head, or, of eight query heads, a block."""
+    lengths = LENGTHS + [i * 37 % 600 + 1 for i in range(88)]
+    c = make_projection(lengths, heads, 8, d, dtype)
+    whole = check_rope_attention(c, window=window)
+    for m in (*range(len(LENGTHS)), 40, 77, 103):
+        row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
+        assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
+
+
 @pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize("d", [64, 128, 256])
