@@ -244,10 +244,10 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
       }
     }
   };
-  const auto weigh = [&]<bool kFirst>(Accumulator<F>& sum, float (&s)[4], const float (&scales)[4], int p, uint32_t& p0,
-                                      uint32_t& p1) {
-    sum.template weigh<kFirst, kOptions>(a, s, scales, at.row, share.position, at.first_head, p, share.end, at.g, at.j,
-                                         p0, p1);
+  const auto weigh = [&](Accumulator<F>& sum, float (&s)[4], const float (&scales)[4], int p, bool fresh, uint32_t& p0,
+                         uint32_t& p1) {
+    sum.template weigh<kOptions>(a, s, scales, at.row, share.position, at.first_head, p, share.end, at.g, at.j, fresh,
+                                 p0, p1);
   };
   int p = first, page = __shfl_sync(kAllLanes, pages, R::kUnits / 2), unit = 0;
   const int parts = share.plan.parts();
@@ -283,15 +283,34 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
     // Where the queries were, which are in registers by now.
     const WarpParts<F> space{reinterpret_cast<float4*>(storage + F::kBytes + kBeforeParts<F, kFused>),
                              (at.heads + 1) / 2};
+    const bool whole = parts <= share.parts;
     int part{0};
 #pragma unroll 1
-    for (int from = share.begin; from < share.end; from += kLeastSpan, ++part) {
-      attend_chains(chains, ring, q, p, min(from + kLeastSpan, share.end), page, unit, insert, weigh);
+    for (int from = share.begin; from < share.end; from += share.plan.span, ++part) {
+      attend_chains(chains, ring, q, p, min(from + share.plan.span, share.end), page, unit, insert, weigh);
       merge_chains<F>(chains);
-      space.keep(part, chains[0], at.g, at.j);
+      const Accumulator<F>& sum = chains[0];
+      if (whole) space.keep(part, sum, at.g, at.j);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (whole || 2 * at.j + h >= at.heads) break;
+        const Partials partials(a, at.first_head + 2 * at.j + h, partials_of_head);
+        const int n = at.part * share.parts + part;
+        if (at.g == 0) partials.statistics[n] = {sum.m[h], sum.l[h]};
+        sum.each(h, at.g, [&](int d, float x) {
+          if (F::has(a.cache, d)) partials.outputs[static_cast<int64_t>(n) * width + d] = x;
+        });
+      }
+#pragma unroll
+      for (Accumulator<F>& chain : chains) chain = {};
     }
-    __syncwarp();  // the ring is free, too
-    write_row(a.cache, space.merged(part, at.g, at.j), reinterpret_cast<bf16*>(storage), out, at.heads, at.lane);
+    if (whole) {
+      __syncwarp();  // the ring is free, too
+      write_row(a.cache, space.merged(parts, at.g, at.j), reinterpret_cast<bf16*>(storage), out, at.heads, at.lane);
+    } else if (arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y),
+                            (parts + share.parts - 1) / share.parts)) {
+      merge_row<F>(a, at, parts, partials_of_head, write);
+    }
     return;
   }
   Accumulator<F> sum;
