@@ -101,15 +101,15 @@ __device__ __forceinline__ Splits splits_of(Interval range) {
 
 inline int max_splits(int64_t capacity) { return std::min(kMaxSplits, ceil_div(capacity, kMinSpan)); }
 
-// Workspace of a launch, whose grid has a row in z: outputs (rows, heads, splits, head_dim), then (maximum, sum) pairs
+// Workspace of a launch of `rows` rows: outputs (rows, heads, splits, head_dim), then (maximum, sum) pairs
 // (rows, heads, splits).
 struct Partials {
   float* outputs;
   float2* statistics;
 
-  __device__ Partials(const AttentionArgs& a, int head, int splits) {
-    const int64_t first = (static_cast<int64_t>(blockIdx.z) * a.heads + head) * splits;
-    const int64_t all = static_cast<int64_t>(gridDim.z) * a.heads * splits;
+  __device__ Partials(const AttentionArgs& a, int rows, int row, int head, int splits) {
+    const int64_t first = (static_cast<int64_t>(row) * a.heads + head) * splits;
+    const int64_t all = static_cast<int64_t>(rows) * a.heads * splits;
     outputs = a.workspace + first * a.cache.head_dim;
     statistics = reinterpret_cast<float2*>(a.workspace + all * a.cache.head_dim) + first;
   }
@@ -140,7 +140,7 @@ __device__ __forceinline__ void merge_splits(const AttentionArgs& a, int64_t row
                                              int max_splits, float* weights) {
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   for (int h = warp; h < heads; h += kThreads / kWarp) {
-    const Partials partials(a, first_head + h, max_splits);
+    const Partials partials(a, gridDim.z, blockIdx.z, first_head + h, max_splits);
     float m = -INFINITY, sum = 0.0f;
     for (int s = lane; s < count; s += kWarp) m = fmaxf(m, partials.statistics[s].x);
     m = warp_max(m);
@@ -155,7 +155,7 @@ __device__ __forceinline__ void merge_splits(const AttentionArgs& a, int64_t row
   const int quads = a.cache.head_dim / 4;
   for (int i = threadIdx.x; i < heads * quads; i += kThreads) {
     const int h = i / quads, d = i % quads * 4;
-    const float* const outputs = Partials(a, first_head + h, max_splits).outputs + d;
+    const float* const outputs = Partials(a, gridDim.z, blockIdx.z, first_head + h, max_splits).outputs + d;
     float4 sum{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll 16
     for (int s = 0; s < count; ++s) {
@@ -186,10 +186,11 @@ struct RowChunks {
   int64_t rows;   // of a launch
   int64_t bytes;  // of its workspace
 
-  // `splits`: partial results of a head that the workspace has room for; groups_per_row: arrival counters of a row.
+  // `splits`: partial results of a head that the workspace has room for; groups_per_row: arrival counters of a row, and
+  // of the launch.
   static RowChunks of(const AttentionArgs& a, int splits, int groups_per_row) {
     const int64_t bytes = static_cast<int64_t>(a.heads) * splits * (a.cache.head_dim + 2) * sizeof(float);
-    const int64_t most = std::min<int64_t>({65535, kMaxArrivals / groups_per_row, kMaxWorkspace / bytes, a.rows});
+    const int64_t most = std::min<int64_t>({65535, kMaxArrivals / groups_per_row - 1, kMaxWorkspace / bytes, a.rows});
     return {std::max<int64_t>(1, most), std::max<int64_t>(1, most) * bytes};
   }
   // Calls run(first_row, rows).

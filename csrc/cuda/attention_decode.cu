@@ -6,8 +6,8 @@
 // ahead, and waits for no other warp before the end. The blocks of a thread-block cluster divide a row's positions and
 // merge through distributed shared memory; where a row takes several, or none, the rest is merged through device
 // memory. Of many rows, a block takes all parts of one, or a good length of them, with the same merges in its own
-// memory; of very many, a warp does. Head sizes are 64 to 256; those that share a kernel are filled up with zeros in
-// shared memory.
+// memory, and what longer rows have behind it is shared out among all; of very many short ones, a warp takes all parts.
+// Head sizes are 64 to 256; those that share a kernel are filled up with zeros in shared memory.
 #include <bit>
 #include <cstddef>
 
@@ -19,34 +19,99 @@
 namespace nibblelm::cuda {
 namespace {
 
-// What a block has to do for the row at (slot, position).
-template <int kParts>
+// What is the same in all blocks of a launch.
+struct Launched {
+  int64_t first_row;
+  int rows;
+  int groups;            // of heads, of a KV head
+  int most_groups;       // of parts, of a row that is not long
+  int partials_of_head;  // in device memory
+
+  __device__ __forceinline__ Partials partials(const AttentionArgs& a, int64_t row, int head) const {
+    return {a, rows, static_cast<int>(row - first_row), head, partials_of_head};
+  }
+  // Of the row's heads.
+  __device__ __forceinline__ int counter(int64_t row) const {
+    return static_cast<int>(row - first_row) * static_cast<int>(gridDim.y) + static_cast<int>(blockIdx.y);
+  }
+};
+
+// Some parts of the row at (slot, position), for a block to take.
+template <class F>
 struct Share {
   int slot;
   int position;
   Interval range;
   Plan plan;
-  int parts;  // of the row, at most, for this block
+  int first;  // of the parts
+  int parts;  // at most
   int begin;
   int end;
 
+  // A block for each part, or the parts that are the row's own block's.
   template <bool kPlain>
   __device__ __forceinline__ static Share of(const AttentionArgs& a, int64_t row, int slot, int position,
                                              int most_groups) {
     const Interval range = kPlain ? attended_plain(a, slot, position) : attended(a, row, slot, position);
-    const Plan plan = Plan::of(range, most_groups);
-    // a power of two of parts, so that merging groups of them needs no part of another block's
-    const int parts = kParts == 1 ? 1 : min(kParts, 1 << (31 - __clz(max(kBlockPositions / plan.span, 1))));
-    const int begin = range.first + static_cast<int>(blockIdx.x) * parts * plan.span;
-    return {slot, position, range, plan, parts, begin, min(range.end, begin + parts * plan.span)};
+    Share share{slot, position, range, Plan::of(range, most_groups)};
+    share.take(F::kParts == 1 ? static_cast<int>(blockIdx.x) : 0, share.together());
+    return share;
+  }
+  __device__ __forceinline__ void take(int from, int count) {
+    first = from, parts = count;
+    begin = range.first + first * plan.span, end = min(range.end, begin + parts * plan.span);
+  }
+  // How many a block takes: a power of two.
+  __device__ __forceinline__ int together() const {
+    return F::kParts == 1 ? 1 : min(F::kParts, 1 << (31 - __clz(max(F::kPositions / plan.span, 1))));
+  }
+  // Shares behind the own block's.
+  __device__ __forceinline__ int further() const {
+    const int each = together();
+    return max(plan.parts() - 1, 0) / each;
+  }
+  __device__ __forceinline__ void take_further(int n) {
+    const int each = together();
+    take((1 + n) * each, each);
   }
   __device__ __forceinline__ bool empty() const { return begin >= end; }
   __device__ __forceinline__ bool newest() const { return position == end - 1; }  // is among these positions
 };
 
+// By a warp: share `number` of those that rows have behind their own blocks', and its row. False: there are fewer, and
+// `number` is what is left of it.
+template <class F, bool kPlain>
+__device__ __forceinline__ bool find_further(const AttentionArgs& a, const Launched& launched, int& number,
+                                             int64_t& row, Share<F>& share) {
+  const int lane = threadIdx.x % kWarp;
+  const auto of = [&](int64_t r) {
+    return Share<F>::template of<kPlain>(a, r, a.cache.slots[r], a.cache.positions[r], launched.most_groups);
+  };
+#pragma unroll 1
+  for (int first = 0; first < launched.rows; first += kWarp) {
+    const int count = first + lane < launched.rows ? of(launched.first_row + first + lane).further() : 0;
+    int sum{count};
+#pragma unroll
+    for (int offset = 1; offset < kWarp; offset *= 2) {
+      const int before = __shfl_up_sync(kAllLanes, sum, offset);
+      if (lane >= offset) sum += before;
+    }
+    const int at = __popc(__ballot_sync(kAllLanes, sum <= number));
+    if (at < kWarp) {
+      row = launched.first_row + first + at;
+      share = of(row);
+      share.take_further(number - __shfl_sync(kAllLanes, sum - count, at));
+      return true;
+    }
+    number -= __shfl_sync(kAllLanes, sum, kWarp - 1);
+  }
+  return false;
+}
+
 // ---- kernel ----
 
-// Which row, heads and part a block has, and where in it a thread stands (lane = 4 g + j).
+// Which row, heads and part a block has, and where in it a thread stands (lane = 4 g + j). `row` is anew for each share
+// behind rows' own blocks.
 template <class F>
 struct Place {
   int64_t row;
@@ -69,8 +134,8 @@ struct Place {
 // Asks L2 for a warp's tiles of a short row; those of a long one would be gone from L2 before their turn, as would
 // those of a thousand rows at a time.
 template <class F>
-__device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Share<F::kParts>& share,
-                                               const Place<F>& at, int pages) {
+__device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Share<F>& share, const Place<F>& at,
+                                               int pages) {
   using T = F::T;
   constexpr int D{F::D}, kLine{D * sizeof(T) < 128 ? D : static_cast<int>(128 / sizeof(T))};  // values
   if (F::kWarps == 1 || share.end - share.begin > 2 * kPartPositions) return;
@@ -95,9 +160,9 @@ __device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Sh
 // right but for the step after a change, and what it was used for then is done again. It is read around L1, which would
 // keep it.
 template <class F, bool kOptions, bool kFused>
-__device__ __forceinline__ Share<F::kParts> begin(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
-                                                  int most_groups, uint32_t tiles, RawHeads<F>& raw, int& pages) {
-  using Share = Share<F::kParts>;
+__device__ __forceinline__ Share<F> begin(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
+                                          int most_groups, uint32_t tiles, RawHeads<F>& raw, int& pages) {
+  using Share = Share<F>;
   const bool guesses = kFused || ((!kOptions || a.mask == nullptr) && a.prefix == nullptr && a.starts == nullptr);
   // With rotation, all that is read of the cache was written steps ago. Scales of int8 would come through L1.
   constexpr bool kEarly{kFused && !F::kInt8};
@@ -144,7 +209,7 @@ __device__ __forceinline__ Share<F::kParts> begin(const AttentionArgs& a, const 
 // Norm and rotation of the query heads and the new key, while the tiles are on their way; writes the new position.
 template <class F>
 __device__ __forceinline__ void prepare(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
-                                        const Share<F::kParts>& share, RawHeads<F>& raw,
+                                        const Share<F>& share, RawHeads<F>& raw,
                                         Prepared<F::D, typename F::T>& prepared) {
   using T = F::T;
   const bool asked = share.newest() && at.in_group == 0;
@@ -159,14 +224,14 @@ __device__ __forceinline__ void prepare(const AttentionArgs& a, const HeadArgs& 
 
 // All parts of this row's heads are in device memory, or merged by clusters: their blocks' last one writes the result.
 template <class F, class Write>
-__device__ __forceinline__ void merge_row(const AttentionArgs& a, const Place<F>& at, int parts, int partials_of_head,
-                                          Write write) {
+__device__ __forceinline__ void merge_row(const AttentionArgs& a, const Place<F>& at, int parts,
+                                          const Launched& launched, Write write) {
   constexpr int kQuads{F::D / 4};
 #pragma unroll 1
   for (int i = threadIdx.x; i < at.heads * kQuads; i += F::kWarps * kWarp) {
     const int h = i / kQuads, d = i % kQuads * 4;
     if (!F::has(a.cache, d)) continue;
-    const Partials partials(a, at.first_head + h, partials_of_head);
+    const Partials partials = launched.partials(a, at.row, at.first_head + h);
     const auto statistics = [&](int n) { return __ldcg(partials.statistics + n); };
     const auto output = [&](int n) {
       return __ldcg(
@@ -195,34 +260,21 @@ constexpr int kQueriesAt{static_cast<int>(offsetof(Prepared, q))};
 template <class F, bool kFused>
 constexpr int kBeforeParts{kFused ? kQueriesAt<Prepared<F::D, typename F::T>> : 0};
 
-// Grid (parts, kv_heads * head groups, rows); parts in clusters, or alone. Warps take tiles in turn; their triples are
-// merged in the order of warps, then of the parts of a group, then of groups.
+template <class F, bool kFused>
+using Heads = Prepared<kFused ? F::D : 0, typename F::T>;
+
+// A share whose first tiles are on their way. Warps take tiles in turn; their triples are merged in the order of warps,
+// then of the parts of a group, then of groups.
 template <class F, bool kOptions, bool kFused>
-__global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
-    attention_decode_kernel(const __grid_constant__ AttentionArgs a, const __grid_constant__ HeadArgs head_args,
-                            int64_t first_row, int groups, int most_groups, int partials_of_head) {
+__device__ __forceinline__ void attend_share(const AttentionArgs& a, const HeadArgs& head_args,
+                                             const Launched& launched, const Place<F>& at, const Share<F>& share,
+                                             RawHeads<F>& raw, int pages, unsigned char* storage,
+                                             Heads<F, kFused>& prepared, uint64_t& received) {
   constexpr int D{F::D}, kQuads{D / 4};
   using R = Ring<F>;
   constexpr int kRounds{(kHeads * kQuads + R::kThreads - 1) / R::kThreads};
-  extern __shared__ __align__(128) unsigned char storage[];
-  using Heads = Prepared<kFused ? D : 0, typename F::T>;
-  __shared__ __align__(16) std::conditional_t<F::kWarps == 1, char, Heads> beside;
-  Heads& prepared = *reinterpret_cast<Heads*>(F::kWarps == 1 ? static_cast<void*>(storage + F::kBytes) : &beside);
-  __shared__ uint64_t received;  // in the cluster's first block: reports of the parts
-  const Place<F> at(a, first_row, groups);
-  if (F::kCluster > 1 && at.rank == 0 && threadIdx.x == 0) cluster_init(&received);
-  __syncwarp();
-  RawHeads<F> raw;
-  int pages{};  // of this warp's first tiles, one a lane
-  const Share<F::kParts> share =
-      begin<F, kOptions, kFused>(a, head_args, at, most_groups, shared_address(storage), raw, pages);
   const int width = F::width(a.cache);
   bf16* const out = static_cast<bf16*>(a.out) + (at.row * a.heads + at.first_head) * width;
-  if (share.empty()) {
-    if (share.plan.length == 0 && at.part == 0)
-      for (int i = threadIdx.x; i < at.heads * width; i += R::kThreads) out[i] = from_float<bf16>(0.0f);
-    return;
-  }
   const bool newest = kFused && share.newest();  // its key and value are not in the cache yet
   const R ring(shared_address(storage), a.cache, share.slot, at.kv_head, share.end, newest, at.warp, at.lane);
   const int first = share.begin + at.warp * kTile;
@@ -244,10 +296,10 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
       }
     }
   };
-  const auto weigh = [&](Accumulator<F>& sum, float (&s)[4], const float (&scales)[4], int p, bool fresh, uint32_t& p0,
-                         uint32_t& p1) {
-    sum.template weigh<kOptions>(a, s, scales, at.row, share.position, at.first_head, p, share.end, at.g, at.j, fresh,
-                                 p0, p1);
+  const auto weigh = [&]<bool kFirst>(Accumulator<F>& sum, float (&s)[4], const float (&scales)[4], int p, uint32_t& p0,
+                                      uint32_t& p1) {
+    sum.template weigh<kFirst, kOptions>(a, s, scales, at.row, share.position, at.first_head, p, share.end, at.g, at.j,
+                                         p0, p1);
   };
   int p = first, page = __shfl_sync(kAllLanes, pages, R::kUnits / 2), unit = 0;
   const int parts = share.plan.parts();
@@ -258,7 +310,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
         pack2<bf16>(__fmul_rn(t.o.z, inverse), __fmul_rn(t.o.w, inverse))};
   };
   const auto leave = [&](int n, int h, int d, const Triple& t) {  // partial result n in device memory
-    const Partials partials(a, at.first_head + h, partials_of_head);
+    const Partials partials = launched.partials(a, at.row, at.first_head + h);
     *reinterpret_cast<float4*>(partials.outputs + static_cast<int64_t>(n) * width + d) = t.o;
     if (d == 0) partials.statistics[n] = {t.m, t.l};
   };
@@ -283,34 +335,15 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
     // Where the queries were, which are in registers by now.
     const WarpParts<F> space{reinterpret_cast<float4*>(storage + F::kBytes + kBeforeParts<F, kFused>),
                              (at.heads + 1) / 2};
-    const bool whole = parts <= share.parts;
     int part{0};
 #pragma unroll 1
-    for (int from = share.begin; from < share.end; from += share.plan.span, ++part) {
-      attend_chains(chains, ring, q, p, min(from + share.plan.span, share.end), page, unit, insert, weigh);
+    for (int from = share.begin; from < share.end; from += kLeastSpan, ++part) {
+      attend_chains(chains, ring, q, p, min(from + kLeastSpan, share.end), page, unit, insert, weigh);
       merge_chains<F>(chains);
-      const Accumulator<F>& sum = chains[0];
-      if (whole) space.keep(part, sum, at.g, at.j);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (whole || 2 * at.j + h >= at.heads) break;
-        const Partials partials(a, at.first_head + 2 * at.j + h, partials_of_head);
-        const int n = at.part * share.parts + part;
-        if (at.g == 0) partials.statistics[n] = {sum.m[h], sum.l[h]};
-        sum.each(h, at.g, [&](int d, float x) {
-          if (F::has(a.cache, d)) partials.outputs[static_cast<int64_t>(n) * width + d] = x;
-        });
-      }
-#pragma unroll
-      for (Accumulator<F>& chain : chains) chain = {};
+      space.keep(part, chains[0], at.g, at.j);
     }
-    if (whole) {
-      __syncwarp();  // the ring is free, too
-      write_row(a.cache, space.merged(parts, at.g, at.j), reinterpret_cast<bf16*>(storage), out, at.heads, at.lane);
-    } else if (arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y),
-                            (parts + share.parts - 1) / share.parts)) {
-      merge_row<F>(a, at, parts, partials_of_head, write);
-    }
+    __syncwarp();  // the ring is free, too
+    write_row(a.cache, space.merged(part, at.g, at.j), reinterpret_cast<bf16*>(storage), out, at.heads, at.lane);
     return;
   }
   Accumulator<F> sum;
@@ -325,15 +358,14 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
       __syncthreads();
       each_quad([&](int, int h, int d) {
         const Triple t = space.merged(part % 2, h, d);
-        whole ? space.keep_part(part, h, d, t) : leave(at.part * share.parts + part, h, d, t);
+        whole ? space.keep_part(part, h, d, t) : leave(share.first + part, h, d, t);
       });
     }
     if (whole) {
       __syncthreads();
       each_quad([&](int, int h, int d) { write(h, d, space.merged_parts(parts, h, d)); });
-    } else if (arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y),
-                            (parts + share.parts - 1) / share.parts)) {
-      merge_row<F>(a, at, parts, partials_of_head, write);
+    } else if (arrives_last(launched.counter(at.row), 1 + share.further())) {
+      merge_row<F>(a, at, parts, launched, write);
     }
     return;
   }
@@ -378,13 +410,72 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
                  [&](int r) { return *reinterpret_cast<const float4*>(space.part(r, h) + d); }));
     }
   }
-  if (partials_of_row > 1 && arrives_last(static_cast<int>(blockIdx.z * gridDim.y + blockIdx.y), partials_of_row))
-    merge_row<F>(a, at, parts, partials_of_head, write);
+  if (partials_of_row > 1 && arrives_last(launched.counter(at.row), partials_of_row))
+    merge_row<F>(a, at, parts, launched, write);
+}
+
+// Grid (parts, kv_heads * head groups, rows); parts in clusters, or alone. Where a block takes several parts, one has a
+// good length of each row, and those behind the rows' own share out what is left of the longer ones, if there are any.
+template <class F, bool kOptions, bool kFused, bool kFurther>
+__global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
+    attention_decode_kernel(const __grid_constant__ AttentionArgs a, const __grid_constant__ HeadArgs head_args,
+                            const __grid_constant__ Launched launched) {
+  extern __shared__ __align__(128) unsigned char storage[];
+  __shared__ __align__(16) std::conditional_t<F::kWarps == 1, char, Heads<F, kFused>> beside;
+  Heads<F, kFused>& prepared =
+      *reinterpret_cast<Heads<F, kFused>*>(F::kWarps == 1 ? static_cast<void*>(storage + F::kBytes) : &beside);
+  __shared__ uint64_t received;  // in the cluster's first block: reports of the parts
+  if (!kFurther || static_cast<int>(blockIdx.z) < launched.rows) {
+    const Place<F> at(a, launched.first_row, launched.groups);
+    if (F::kCluster > 1 && at.rank == 0 && threadIdx.x == 0) cluster_init(&received);
+    __syncwarp();
+    RawHeads<F> raw;
+    int pages{};  // of this warp's first tiles, one a lane
+    const Share<F> share =
+        begin<F, kOptions, kFused>(a, head_args, at, launched.most_groups, shared_address(storage), raw, pages);
+    if (!share.empty()) {
+      attend_share<F, kOptions, kFused>(a, head_args, launched, at, share, raw, pages, storage, prepared, received);
+    } else if (share.plan.length == 0 && at.part == 0) {
+      const int width = F::width(a.cache);
+      bf16* const out = static_cast<bf16*>(a.out) + (at.row * a.heads + at.first_head) * width;
+      for (int i = threadIdx.x; i < at.heads * width; i += F::kWarps * kWarp) out[i] = from_float<bf16>(0.0f);
+    }
+    return;
+  }
+  if constexpr (kFurther) {
+    // Zero between launches, as arrivals are: of the blocks that find no more, the last one puts it back.
+    unsigned& claims = attention_arrivals[launched.counter(launched.first_row + launched.rows)];
+    __shared__ int claimed;
+    dependency_wait();
+#pragma unroll 1
+    for (;;) {
+      if (threadIdx.x == 0) claimed = static_cast<int>(atomicAdd(&claims, 1u));
+      copy_async_wait<0>();
+      __syncthreads();  // the ring and what is beside it are free
+      int number{claimed};
+      Place<F> at(a, launched.first_row, launched.groups);
+      Share<F> share;
+      if (!find_further<F, kFused>(a, launched, number, at.row, share)) {
+        if (threadIdx.x == 0 && number == static_cast<int>(gridDim.z) - launched.rows - 1) claims = 0;
+        return;
+      }
+      const Ring<F> ring(shared_address(storage), a.cache, share.slot, at.kv_head, share.end, kFused && share.newest(),
+                         at.warp, at.lane);
+      const int first = share.begin + at.warp * kTile, pages = ring.pages(first);
+      ring.fill(first, pages);
+      RawHeads<F> raw;
+      if constexpr (kFused) {
+        raw.read_angles(a, head_args, share.position);
+        raw.read(a, at.row, at.first_head, at.heads, at.kv_head);
+      }
+      attend_share<F, kOptions, kFused>(a, head_args, launched, at, share, raw, pages, storage, prepared, received);
+    }
+  }
 }
 
 // ---- launcher ----
 
-using Kernel = void (*)(AttentionArgs, HeadArgs, int64_t, int, int, int);
+using Kernel = void (*)(AttentionArgs, HeadArgs, Launched);
 
 struct Choice {
   Kernel kernel;
@@ -392,17 +483,24 @@ struct Choice {
   int bytes;    // of shared memory
   int cluster;  // blocks
   int parts;    // at most, that a block takes
+  int further;  // blocks behind those of rows, where rows may have more than their own block takes
 };
 
 template <class F, bool kOptions, bool kFused>
-Choice choice(int heads) {
-  const Kernel kernel = attention_decode_kernel<F, kOptions, kFused>;
+Choice choice(const AttentionArgs& a) {
+  constexpr bool kSeveral{F::kParts > 1 && F::kWarps > 1};
+  const int heads = std::min(kHeads, a.heads / a.cache.kv_heads);
+  const bool further = kSeveral && a.cache.capacity() > F::kPositions;
+  const Kernel kernel = further ? attention_decode_kernel<F, kOptions, kFused, kSeveral>
+                                : attention_decode_kernel<F, kOptions, kFused, false>;
   cudaFuncAttributes compiled{};
   check(cudaFuncGetAttributes(&compiled, kernel), "attention: cudaFuncGetAttributes");
   const int bytes = F::kBytes + (F::kWarps == 1  ? kBeforeParts<F, kFused> + WarpParts<F>::bytes(heads)
                                  : F::kParts > 1 ? PartSpace<F>::bytes(heads)
                                                  : 0);
-  return {kernel, F::kWarps * kWarp, bytes, compiled.ptxVersion >= 90 ? F::kHostCluster : 1, F::kParts};
+  return {kernel,    F::kWarps * kWarp,
+          bytes,     compiled.ptxVersion >= 90 ? F::kHostCluster : 1,
+          F::kParts, further ? F::kBlocks * device_attribute(cudaDevAttrMultiProcessorCount) : 0};
 }
 
 // With rotation, a soft-cap is the only option, of the head sizes of models that have one.
@@ -421,24 +519,24 @@ Choice choose(const AttentionArgs& a) {
                     room >= ManyForm<S, T>::kBytes + PartSpace<ManyForm<S, T>>::bytes(heads);
   if constexpr (!kFused)
     if (!S::kExact || has_options(a))
-      return many ? choice<ManyForm<S, T>, true, false>(heads) : choice<RowForm<S, T>, true, false>(heads);
+      return many ? choice<ManyForm<S, T>, true, false>(a) : choice<RowForm<S, T>, true, false>(a);
   if constexpr (kFused && kCaps<S>)
-    if (has_options(a))
-      return many ? choice<ManyForm<S, T>, true, true>(heads) : choice<RowForm<S, T>, true, true>(heads);
+    if (has_options(a)) return many ? choice<ManyForm<S, T>, true, true>(a) : choice<RowForm<S, T>, true, true>(a);
   if constexpr (kFused && S::D == 128) {
-    constexpr int kReserved{1024 + 128}, kLeast{sizeof(T) == 1 ? 6 : 3};  // blocks a multiprocessor, as measured
-    const Choice alone = choice<WarpForm<S, T>, false, true>(heads);
+    constexpr int kReserved{1024 + 128};           // bytes that each block takes beside: the system's, and static
+    constexpr int kLeast{sizeof(T) == 1 ? 6 : 3};  // blocks a multiprocessor, as measured
+    const Choice alone = choice<WarpForm<S, T>, false, true>(a);
     const int fit = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (alone.bytes + kReserved);
-    if (a.cache.capacity() <= kGroup * kLeastSpan && fit >= WarpForm<S, T>::kBlocks &&
+    if (a.cache.capacity() <= WarpForm<S, T>::kPositions && fit >= WarpForm<S, T>::kBlocks &&
         blocks >= kLeast * device_attribute(cudaDevAttrMultiProcessorCount))
       return alone;
   }
   if constexpr (S::kExact || kFused) {
-    if (many) return choice<ManyForm<S, T>, false, kFused>(heads);
+    if (many) return choice<ManyForm<S, T>, false, kFused>(a);
     if constexpr (S::kExact)
       if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<S, T>::kBytes)
-        return choice<LongForm<S, T>, false, kFused>(heads);
-    return choice<RowForm<S, T>, false, kFused>(heads);
+        return choice<LongForm<S, T>, false, kFused>(a);
+    return choice<RowForm<S, T>, false, kFused>(a);
   }
 }
 
@@ -448,7 +546,8 @@ struct Division {
   int per_row;      // head groups of all KV heads
   int most_groups;  // of parts, of a row that is not long
   int row_groups;   // of parts, of the longest row that the cache has room for
-  int blocks;       // of a row's heads, at most
+  int blocks;       // of a row's heads
+  int further;      // of a launch's heads, behind those of rows
   int partials;     // in device memory, of a head, at most
   RowChunks chunks;
 
@@ -462,9 +561,10 @@ struct Division {
     d.row_groups = std::min(capacity > kLongRow ? 2 * d.most_groups : d.most_groups,
                             static_cast<int>(std::bit_ceil(static_cast<unsigned>(wanted))));
     d.blocks = kGroup * d.row_groups, d.partials = d.blocks / chosen.cluster;
-    if (chosen.parts > 1) {  // a block takes more than half of kBlockPositions, or all there is
-      if (capacity <= kBlockPositions) d.partials = 1;
-      d.blocks = d.partials == 1 ? 1 : std::min(d.blocks, ceil_div(2 * capacity, kBlockPositions));
+    if (chosen.parts > 1) {
+      d.blocks = 1;
+      if (chosen.further == 0) d.partials = 1;
+      d.further = ceil_div(chosen.further, d.per_row);
     }
     d.chunks = RowChunks::of(a, d.partials, d.per_row);
     return d;
@@ -490,10 +590,10 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   config.attrs = chosen.cluster > 1 ? attributes : attributes + 1;
   config.numAttrs = (chosen.cluster > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
   division.chunks.each(a, [&](int64_t first, int64_t rows) {
-    config.gridDim = dim3(division.blocks, division.per_row, static_cast<unsigned>(rows));
-    check(cudaLaunchKernelEx(&config, chosen.kernel, a, head_args, first, division.head_groups, division.most_groups,
-                             division.partials),
-          what());
+    config.gridDim = dim3(division.blocks, division.per_row, static_cast<unsigned>(rows) + division.further);
+    const Launched launched{first, static_cast<int>(rows), division.head_groups, division.most_groups,
+                            division.partials};
+    check(cudaLaunchKernelEx(&config, chosen.kernel, a, head_args, launched), what());
   });
 }
 

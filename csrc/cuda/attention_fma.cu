@@ -176,10 +176,12 @@ __global__ void __launch_bounds__(kThreads)
       if (plan.count <= 1) {
         store_from_float(a.out, (row_of(i) * a.heads + head_of(i)) * D + d, a.type, o[n][e] * inverse);
       } else {
-        Partials(a, head_of(i), splits).outputs[static_cast<int64_t>(blockIdx.x) * D + d] = o[n][e];
+        Partials(a, gridDim.z, blockIdx.z, head_of(i), splits).outputs[static_cast<int64_t>(blockIdx.x) * D + d] =
+            o[n][e];
       }
     }
-    if (plan.count > 1 && lane == 0) Partials(a, head_of(i), splits).statistics[blockIdx.x] = {m[n], l[n]};
+    if (plan.count > 1 && lane == 0)
+      Partials(a, gridDim.z, blockIdx.z, head_of(i), splits).statistics[blockIdx.x] = {m[n], l[n]};
   }
   if constexpr (kDecode) {
     if (plan.count <= 1) return;

@@ -17,7 +17,6 @@ constexpr int kLeastSpan{64};               // spans are multiples of it: a tile
 constexpr int kPartPositions{256};          // positions of a part from which on a second group is worth its merge
 constexpr int kBlocksPerRow{64};            // at most, of one row: half of a large card's multiprocessors
 constexpr int kLongRow{16384};              // longer rows have twice as many
-constexpr int kBlockPositions{2048};        // at most, of a block that takes several parts
 static_assert(kPartPositions >= kMinSpan);  // attention_workspace() counts splits of that size
 
 // Groups are a power of two, so that finding one's place takes no division.
@@ -76,6 +75,8 @@ struct Form : Size {
   static constexpr int kHostCluster{kClusterBlocks}, kCluster{kArchitecture >= 90 ? kClusterBlocks : 1};
   static constexpr int kBlocks{kPerMultiprocessor};
   static constexpr int kParts{kMostParts};
+  // At most, of a block that takes several parts; a warp's parts are of the least span.
+  static constexpr int kPositions{kOneWarp ? kGroup * kLeastSpan : 2048};
 };
 
 // Measured on the H200. At most 128 registers a thread and 67 KB: beside a block of the linears, whose weights then
@@ -90,9 +91,9 @@ using LongForm = Form<S, T, 128 << 10, 1, 1>;
 // block hides more of the way to the first tile than a longer ring.
 template <class S, class T>
 using ManyForm = Form<S, T, 32 << 10, 1, S::D == 256 ? 2 : 3, kGroup>;
-// Very many rows: a warp for each KV head of each. It prepares the heads once, not four times, and waits for no other
-// warp; all chains are in its registers, so eight fit on a multiprocessor. Taken where no row can be long: of rows that
-// differ much, all would wait for the longest one's warp.
+// Very many rows, none of which may be longer than parts with a tile for each chain: a warp for each KV head of each.
+// It prepares the heads once, not four times, and waits for no other warp; all chains are in its registers, so eight
+// fit on a multiprocessor. Of longer rows that differ much, the others would wait for the longest one's warp.
 template <class S, class T>
 using WarpForm = Form<S, T, 8 << 10, 1, 8, kGroup, true>;
 
@@ -366,11 +367,11 @@ struct Accumulator {
   }
 
   // Takes the dot products of 16 positions from p on and leaves their weights, as operands, in p0 and p1: in int8 times
-  // the values' scales, so that these cost no rounding of their own. `fresh`: there is nothing in the sum yet.
-  template <bool kOptions>
+  // the values' scales, so that these cost no rounding of their own. kFirst: there is nothing in the sum yet.
+  template <bool kFirst, bool kOptions>
   __device__ __forceinline__ void weigh(const AttentionArgs& a, float (&s)[4], const float (&scales)[4], int64_t row,
-                                        int position, int first_head, int p, int end, int g, int j, bool fresh,
-                                        uint32_t& p0, uint32_t& p1) {
+                                        int position, int first_head, int p, int end, int g, int j, uint32_t& p0,
+                                        uint32_t& p1) {
     const auto scored = [&](float dot, int head, int at) {
       if constexpr (F::kExact || !kOptions) return score<kOptions, true>(a, dot, row, position, head, at);
       return has_options(a) ? score<true, true>(a, dot, row, position, head, at)
@@ -388,7 +389,7 @@ struct Accumulator {
 #pragma unroll
       for (int offset = 4; offset < kWarp; offset *= 2)
         highest[h] = fmaxf(highest[h], __shfl_xor_sync(kAllLanes, highest[h], offset));
-    if (!fresh &&
+    if (!kFirst &&
         __any_sync(kAllLanes, highest[0] != m[0] || highest[1] != m[1])) {  // else every factor is 1, or of nothing
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -435,11 +436,11 @@ struct Accumulator {
 };
 
 // A warp's tile at p, which fill() asked for, and on to its next; `page` is that of the tile to ask for next, `unit`
-// this one's. `fresh`: the sum is empty. insert(unit, p, which) puts in a key (0) or value (1) that the cache lacks;
-// weigh(sum, dots, scales, p, fresh, p0, p1) is Accumulator::weigh.
-template <class F, class Insert, class Weigh>
+// this one's. kFirst: the sum is empty. insert(unit, p, which) puts in a key (0) or value (1) that the cache lacks;
+// weigh<kFirst>(sum, dots, scales, p, p0, p1) is Accumulator::weigh.
+template <bool kFirst, class F, class Insert, class Weigh>
 __device__ __forceinline__ void attend_tile(Accumulator<F>& sum, const Ring<F>& ring, const Queries<F>& q, int& p,
-                                            int& page, int& unit, bool fresh, Insert insert, Weigh weigh) {
+                                            int& page, int& unit, Insert insert, Weigh weigh) {
   using R = Ring<F>;
   const int far = p + R::kAround;
   const int next = far < ring.end ? ring.page(far + R::kStep) : 0;  // a tile before it is needed
@@ -457,7 +458,7 @@ __device__ __forceinline__ void attend_tile(Accumulator<F>& sum, const Ring<F>& 
   }
   copy_async_commit();
   uint32_t p0, p1;
-  weigh(sum, s, scales, p, fresh, p0, p1);
+  weigh.template operator()<kFirst>(sum, s, scales, p, p0, p1);
   copy_async_wait<R::kUnits - 1>();
   __syncwarp();
   insert(unit + 1, p, 1);
@@ -474,7 +475,7 @@ template <class F, class Insert, class Weigh>
 __device__ __forceinline__ void attend(Accumulator<F>& sum, const Ring<F>& ring, const Queries<F>& q, int& p, int end,
                                        int& page, int& unit, Insert insert, Weigh weigh) {
 #pragma unroll 1
-  while (p < end) attend_tile(sum, ring, q, p, page, unit, false, insert, weigh);
+  while (p < end) attend_tile<false>(sum, ring, q, p, page, unit, insert, weigh);
 }
 
 }  // namespace nibblelm::cuda

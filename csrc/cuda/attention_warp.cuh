@@ -86,17 +86,15 @@ __device__ __forceinline__ void merge_chains(Accumulator<F> (&chains)[F::kChains
     }
 }
 
-// attend() for all chains; the last tile's end may lie in any of them.
+// attend() for a part with no more than a tile of each chain.
 template <class F, class Insert, class Weigh>
 __device__ __forceinline__ void attend_chains(Accumulator<F> (&chains)[F::kChains], const Ring<F>& ring,
                                               const Queries<F>& q, int& p, int end, int& page, int& unit, Insert insert,
                                               Weigh weigh) {
-  bool first{true};  // tiles of their chains
-#pragma unroll 1
-  for (; p < end; first = false) {
 #pragma unroll
-    for (Accumulator<F>& chain : chains)
-      if (p < end) attend_tile(chain, ring, q, p, page, unit, first, insert, weigh);
+  for (Accumulator<F>& chain : chains) {
+    chain = {};
+    if (p < end) attend_tile<true>(chain, ring, q, p, page, unit, insert, weigh);
   }
 }
 

@@ -160,7 +160,7 @@ def test_of_a_long_cache(d: int, heads: int, kv_heads: int, dtype: torch.dtype) 
     for m in range(3):
         row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
         assert same_bits(whole[m : m + 1], check_rope_attention(c | row))
-    short = {"tables": c["tables"][:, : -(-300 // PAGE)].contiguous()}
+    short = {"tables": c["tables"][:, : -(-300 // PAGE)]}
     row = {name: c[name][1:2] for name in ("qkv", "slots", "positions")}
     assert same_bits(whole[1:2], check_rope_attention(c | short | row))
 
@@ -211,6 +211,26 @@ def test_of_very_many_rows(d: int, heads: int, window: int, dtype: torch.dtype, 
     for m in (*range(12), 40, 77, 103):
         row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
         assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", CACHES)
+def test_what_long_rows_have_is_shared_out_at_each_replay(dtype: torch.dtype) -> None:
+    """Of many rows some are long, then others, then none: each time as it is by parts."""
+    c = make_projection([*LENGTHS, *[9000 - 111 * i for i in range(44)]], 8, 2, 128, dtype, capacity=9000)
+    x = c["qkv"].clone()
+    places = {name: c[name].clone() for name in ("positions", "slots")}
+    cuda.rope_attention(**(c | {"qkv": x.clone()} | places))  # the first call loads the kernel
+    torch.cuda.synchronize()
+    with cuda.programmatic_launch(True), ops.capture(DEVICE) as program:
+        got = cuda.rope_attention(**(c | {"qkv": x} | places))
+    for most in (9000, 3000, 64, 5000):
+        places["positions"].copy_(c["positions"].clamp(max=most - 1))
+        want = run_rope_attention(c | places, False)[0]
+        for _ in range(5):
+            x.copy_(c["qkv"])
+            program.replay()
+            assert same_bits(got, want)
 
 
 @pytest.mark.parametrize("plus_one", [False, True])
