@@ -97,7 +97,7 @@ void bind_rope(py::module_& m) {
   py::class_<PagedCache>(m, "PagedCache")
       .def(py::init([](Address k, Address v, Address k_scales, Address v_scales, Address k_unpacked, Address v_unpacked,
                        Address tables, Address slots, Address positions, int pages, int slot_count, int table_width,
-                       int kv_heads, int head_dim, int dtype) {
+                       int table_stride, int kv_heads, int head_dim, int dtype) {
              return PagedCache{.k = at(k),
                                .v = at(v),
                                .k_scales = at<float>(k_scales),
@@ -110,13 +110,15 @@ void bind_rope(py::module_& m) {
                                .pages = pages,
                                .slot_count = slot_count,
                                .table_width = table_width,
+                               .table_stride = table_stride,
                                .kv_heads = kv_heads,
                                .head_dim = head_dim,
                                .dtype = type_of(dtype)};
            }),
            py::kw_only(), py::arg("k"), py::arg("v"), py::arg("k_scales"), py::arg("v_scales"), py::arg("k_unpacked"),
            py::arg("v_unpacked"), py::arg("tables"), py::arg("slots"), py::arg("positions"), py::arg("pages"),
-           py::arg("slot_count"), py::arg("table_width"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("dtype"));
+           py::arg("slot_count"), py::arg("table_width"), py::arg("table_stride"), py::arg("kv_heads"),
+           py::arg("head_dim"), py::arg("dtype"));
   py::class_<HeadNorms>(m, "HeadNorms")
       .def(py::init([](Address q, Address k, Address q_bias, Address k_bias, float eps, bool plus_one, bool centred,
                        bool per_head) {

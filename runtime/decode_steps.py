@@ -1,13 +1,14 @@
 """Decode steps as programs, and runs of them that sample on the device."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from nibblelm.ops import to_device, top_logprobs
+from nibblelm.ops import Program, SamplingState, sample, to_device, top_logprobs
 from nibblelm.sampler import Sampled, scored
 
 IDLE = -1
@@ -22,6 +23,34 @@ class Eager:
 
     def replay(self) -> None:
         self._out.copy_(self._body())
+
+
+REACHES = (512, 16384)
+"""Positions: steps whose rows have no more, of a cache with room for more, are programs of their own. For short rows
+attention has kernels that long ones would make wait, and blocks for what rows might have are not started."""
+
+
+class Programs:
+    """One step's programs by the most positions that its rows have, captured when they are first wanted."""
+
+    def __init__(self, capacity: int, capture: Callable[[int], Any]) -> None:
+        self.bounds = (*(reach for reach in REACHES if reach < capacity), capacity)
+        self._capture, self._captured = capture, dict[int, Any]()
+
+    def bound(self, positions: int) -> int:
+        return next(bound for bound in self.bounds if bound >= positions)
+
+    def of(self, positions: int) -> Any:
+        """The one for rows of up to so many positions, the new one among them."""
+        bound = self.bound(positions)
+        if bound not in self._captured:
+            self._captured[bound] = self._capture(bound)
+        return self._captured[bound]
+
+    def prepare(self) -> bool:
+        """Capture one that is missing. False: none is."""
+        missing = next((bound for bound in self.bounds if bound not in self._captured), 0)
+        return bool(missing and self.of(missing))
 
 
 @dataclass(frozen=True)
@@ -46,6 +75,7 @@ class DecodeStep:
     result: Tensor  # logits (M, V) fp32; where sampling leaves ids and no log-probabilities are wanted, those
     host_ids: Tensor | None = None  # (2, M) int32, pinned: where sampling leaves the ids of the last two steps
     draw: Callable[[Tensor], Tensor] = _draws_nothing  # ids (M,) from logits (M, V), and into `rows` and `host_ids`
+    programs: Programs | None = None  # of a step that samples; `program` is one of them
     beside: dict[int, MixedStep | bool] = field(default_factory=dict[int, MixedStep | bool], compare=False)
     """The same step with so many rows of prompts; True: it was wanted once, False: there was no memory for it."""
 
@@ -54,6 +84,48 @@ class DecodeStep:
         to_device(torch.tensor(rows, dtype=torch.int32), self.rows.device, out=self.rows)
         if drawn is not None:
             self.rows[0].copy_(drawn)
+
+
+class Runs(Protocol):
+    """What is asked of a Runner."""
+
+    capacity: int
+    graph: bool
+
+    def logits(self, rows: Tensor, related: bool = False, reach: int = 0) -> Tensor: ...
+    def capture(self, rows: int) -> AbstractContextManager[Program]: ...
+    def card(self) -> AbstractContextManager[object]: ...
+
+
+def sampling_step(runner: Runs, rows: Tensor, state: SamplingState, result: Tensor, positions: int) -> DecodeStep:
+    """A step that draws tokens; `result` takes its logits, if those are kept. Captured for so many positions."""
+    count = rows.shape[1]
+    with runner.card():  # pinned memory, too, is made through the current card
+        host_ids = torch.empty(2, count, dtype=torch.int32, pin_memory=True)
+
+    def draw(logits: Tensor) -> Tensor:
+        return sample(logits, state, rows[0], rows[1], host_ids)
+
+    def body(reach: int) -> Tensor:
+        logits = runner.logits(rows, reach=reach)
+        draw(logits)
+        return result.copy_(logits) if result.ndim == 2 else result
+
+    def capture(reach: int) -> Program:
+        idle = torch.zeros_like(rows)
+        idle[2] = IDLE
+        with runner.card():
+            runner.logits(idle, reach=reach)  # loads kernels; a run's rows stay
+            with runner.capture(count) as program:
+                body(reach)
+        return program
+
+    programs = Programs(runner.capacity, capture)
+    with runner.card():
+        body(programs.bound(positions))  # loads the kernel that draws
+    if not runner.graph:
+        return DecodeStep(rows, Eager(lambda: body(runner.capacity), result), result, host_ids, draw)
+    return DecodeStep(rows, programs.of(positions), result, host_ids, draw, programs)
 
 
 def to_host(t: Tensor) -> Tensor:
@@ -71,6 +143,7 @@ class SampledSteps:
               knows them yet, `fed` is to be set before `next`
     wanted    rows whose log-probabilities are wanted, and how many of the most likely. `logprobs` has them, by row,
               for the tokens that `next` returned last
+    positions what the row that has most of them has with its first token
 
     The host waits once per token: for the end of its step, which wrote the tokens into host memory.
     """
@@ -84,7 +157,9 @@ class SampledSteps:
         slots: list[int],
         drawn: Sequence[int],
         wanted: Mapping[int, int] | None = None,
+        positions: int = 1,
     ) -> None:
+        self._positions = positions
         self.step, self._history, self._capacity, self._slots = step, history, capacity, slots
         self.fed, self._drawn = ids, drawn
         self._kept: Tensor | None = None
@@ -98,7 +173,8 @@ class SampledSteps:
     def launch(self, last: bool = False) -> None:
         """See that the next step is under way, and one behind it unless it is the `last`."""
         while self._launched < self._read + (1 if last else 2) and self.has_room:
-            self.launch_in(self.step.program)
+            programs = self.step.programs
+            self.launch_in(programs.of(self._positions + self._launched) if programs else self.step.program)
 
     def launch_in(self, program: Any) -> None:
         """Launch the next step, which is `program` or a part of it; there must be room for it."""

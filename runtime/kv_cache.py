@@ -1,6 +1,7 @@
 """Keys and values of past tokens: per layer two pools of pages, and for each sequence a table of its pages."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -73,6 +74,12 @@ class KVCache:
                 padded = [[slot, *held, *[NO_PAGE] * (columns - len(held))] for slot, held in pages.items()]
                 rows = to_device(torch.tensor(padded, dtype=torch.int32), self.tables.device)
                 self.tables[:, :columns].index_copy_(0, rows[:, 0].long(), rows[:, 1:])
+
+    def within(self, positions: int) -> "KVCache":
+        """The same pages, with tables of so many positions: for steps none of whose rows has more."""
+        narrow = copy(self)
+        narrow.capacity, narrow.tables = positions, self.tables[:, : page_count(positions)]
+        return narrow
 
     def write_tables(self, slots: Tensor, rows: Tensor) -> None:
         """Make rows (n, W) int32 the tables of `slots` (n,), as a part of a step; slot `self.slots` is nobody's."""

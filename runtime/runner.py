@@ -2,14 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from nibblelm import ops
-from nibblelm.decode_steps import DecodeStep, Eager, SampledSteps
+from nibblelm.decode_steps import DecodeStep, Eager, SampledSteps, sampling_step
 from nibblelm.errors import RequestError
 from nibblelm.graph import Graph, Value, fused, record
 from nibblelm.kv_cache import KVCache, bytes_per_page
@@ -49,7 +48,7 @@ class Runner:
         self.cache: Any = None
         if device.type == "cpu":
             ops.backend(device).keep_freed_memory()
-        self._graphs: dict[tuple[bool, bool, bool, int], Graph] = {}  # by what Step has, and `related`
+        self._graphs: dict[tuple[bool, bool, bool, int, int], Graph] = {}  # by what `_graph` is asked for
         self._steps: dict[tuple[int, _Kind], DecodeStep] = {}
         self._states: dict[tuple[int, _Kind], SamplingState] = {}
         self._prompt_steps: dict[tuple[int, int], list[PromptStep]] = {}  # by rows and tiles; none: seen once
@@ -211,10 +210,14 @@ class Runner:
 
     def prepare_sampled(self, counts: Sequence[int], slot: int) -> bool:
         """The same for `sampled_steps` of so many rows. `slot`: one that nobody reads."""
-        count = next((count for count in counts if self.graph and (count, "sampled") not in self._steps), 0)
-        if count:
-            self.sampled_steps([0] * count, [slot] * count, SamplingState.greedy(count, torch.device("cpu")))
-        return count > 0
+        if not self.graph:
+            return False
+        for count in counts:
+            if (count, "sampled") not in self._steps:
+                self.sampled_steps([0] * count, [slot] * count, SamplingState.greedy(count, torch.device("cpu")))
+                return True
+        steps = [self._steps[count, "sampled"].programs for count in counts]
+        return any(programs.prepare() for programs in steps if programs)
 
     def prepare_beside(self, counts: Sequence[int]) -> bool:
         """The same for `prefill_beside` a run of so many rows, once those are prepared."""
@@ -288,7 +291,7 @@ class Runner:
         key: tuple[int, _Kind] = len(ids), "related" if related else "apart"
         if key not in self._steps:
             rows = self._rows(ids, positions, slots)
-            self._steps[key] = self._recorded(rows, lambda: self._logits(rows, related))
+            self._steps[key] = self._recorded(rows, lambda: self.logits(rows, related))
         step = self._steps[key]
         step.load(self._host_rows(ids, positions, slots))
         step.program.replay()
@@ -312,50 +315,45 @@ class Runner:
         """
         positions = [len(self.history[slot]) for slot in slots] if positions is None else positions
         key: tuple[int, _Kind] = len(ids), "scored" if wanted else "sampled"
-        wide = state.vocab_size > 0
+        wide, most = state.vocab_size > 0, 1 + max(positions)
         if key not in self._steps or (wide and self._states[key].vocab_size == 0):
-            rows = self._rows(ids, positions, slots)
-            vocab = self.model.config.vocab_size if wide else 0
-            own = SamplingState.greedy(len(ids), self.device, vocab)
-            with self.card():  # pinned memory, too, is made through the current card
-                host_ids = torch.empty(2, len(ids), dtype=torch.int32, pin_memory=True)
-
-            def draw(logits: Tensor) -> Tensor:
-                return ops.sample(logits, own, rows[0], rows[1], host_ids)
-
-            def body() -> Tensor:
-                logits = self._logits(rows)
-                tokens = draw(logits)
-                return logits if wanted else tokens
-
-            step = replace(self._recorded(rows, body), host_ids=host_ids, draw=draw)
-            self._steps[key], self._states[key] = step, own
+            rows, vocab = self._rows(ids, positions, slots), self.model.config.vocab_size
+            own = SamplingState.greedy(len(ids), self.device, vocab if wide else 0)
+            result = torch.empty(len(ids), vocab, device=self.device) if wanted else rows[0]
+            self._steps[key], self._states[key] = sampling_step(self, rows, own, result, most), own
         step, own = self._steps[key], self._states[key]
         ops.to_device(state.columns, self.device, out=own.columns)
         for target, source in zip(own.wide, state.wide, strict=True):
             if target is not None:
                 target.zero_() if source is None else target.copy_(source)
         step.load(self._host_rows(ids, positions, slots), drawn)
-        return SampledSteps(step, self.history, self.capacity, list(ids), list(slots), state.steps.tolist(), wanted)
+        drawn_before = state.steps.tolist()
+        return SampledSteps(step, self.history, self.capacity, list(ids), list(slots), drawn_before, wanted, most)
 
     def kernels_per_step(self, batch: int) -> int | None:
         """Kernels of the decode step for `batch` sequences, None where no program of it has run."""
         step = self._steps.get((batch, "sampled")) or self._steps.get((batch, "apart"))
         return None if step is None or isinstance(step.program, Eager) else len(step.program)
 
-    def _logits(self, rows: Tensor, related: bool = False) -> Tensor:
-        return self._graph(prompts=False, every_row=True, related=related)(*self._inputs(rows))
+    def logits(self, rows: Tensor, related: bool = False, reach: int = 0) -> Tensor:
+        """Logits (M, V) of a decode step's rows, none of which has more than `reach` positions, if that is given."""
+        return self._graph(prompts=False, every_row=True, related=related, reach=reach)(*self._inputs(rows))
 
-    def _graph(self, prompts: bool, every_row: bool, related: bool = False, generated: int = 0) -> Graph:
+    def _graph(
+        self, prompts: bool, every_row: bool, related: bool = False, generated: int = 0, reach: int = 0
+    ) -> Graph:
         """The ops from ids, positions and slots, of prompts also tiles and wanted, to the logits."""
-        key, extra = (prompts, every_row, related, generated), 2 if self.bidirectional else int(self.model.rope.moves)
+        reach = reach or self.capacity
+        key = prompts, every_row, related, generated, reach
+        extra = 2 if self.bidirectional else int(self.model.rope.moves)
         if key not in self._graphs:
+            cache = self.cache if reach == self.capacity else self.cache.within(reach)
 
             def forward(ids: Value, positions: Value, slots: Value, *more: Value) -> Value:
                 places, context = (*more[:extra], None, None)[:2]
                 tiles, wanted = more[extra:] or (None, None)
                 wanted = None if every_row else wanted
-                step = Step(ids, positions, slots, self.cache, tiles, wanted, places, context, generated)
+                step = Step(ids, positions, slots, cache, tiles, wanted, places, context, generated)
                 return self.model.forward(step)
 
             graph = record(forward, 3 + extra + 2 * prompts, self.device)

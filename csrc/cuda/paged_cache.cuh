@@ -8,7 +8,7 @@ namespace nibblelm::cuda {
 
 // The slot's table entry for a position of it.
 __device__ __forceinline__ const int32_t* table_entry(const PagedCache& c, int slot, int position) {
-  return c.tables + static_cast<int64_t>(slot) * c.table_width + static_cast<unsigned>(position) / kPage;
+  return c.tables + static_cast<int64_t>(slot) * c.table_stride + static_cast<unsigned>(position) / kPage;
 }
 
 // The page to read a position from. kEarly: before dependency_wait(), around L1, which would keep what lies beside the

@@ -17,12 +17,13 @@ struct PagedCache {
   float* v_scales;
   void* k_unpacked;  // like k in bf16, of int8: where prompts read it
   void* v_unpacked;
-  const int32_t* tables;     // (slot_count, table_width)
+  const int32_t* tables;     // (slot_count, table_width), rows table_stride apart
   const int32_t* slots;      // (rows,): where the rows of this launch are; a slot outside the cache marks an idle row
   const int32_t* positions;  // (rows,)
   int pages;
   int slot_count;
   int table_width;
+  int table_stride;
   int kv_heads;
   int head_dim;
   DType dtype;

@@ -53,7 +53,7 @@ def _paged_cache(
         and all(t is None or (t.shape == k.shape and t.dtype == torch.bfloat16 and t.is_contiguous())
                 for t in unpacked)
         and vector(slots, m, torch.int32) and vector(positions, m, torch.int32)
-        and tables.ndim == 2 and tables.shape[1] > 0 and tables.dtype == torch.int32 and tables.is_contiguous(),
+        and tables.ndim == 2 and tables.shape[1] > 0 and tables.dtype == torch.int32 and tables.stride(1) == 1,
         op, f"caches (P, Hkv, {PAGE}, D) fp32, bf16 or both Int8Pages, slots and positions (M,) int32, tables (S, W) "
         "int32", k, *k_int8, v, *v_int8, slots, positions, tables,
     )  # fmt: skip
@@ -62,7 +62,8 @@ def _paged_cache(
         k=k.data_ptr(), v=v.data_ptr(), k_scales=address(scales[0]), v_scales=address(scales[1]),
         k_unpacked=address(unpacked[0]), v_unpacked=address(unpacked[1]), tables=tables.data_ptr(),
         slots=slots.data_ptr(), positions=positions.data_ptr(), pages=pages, slot_count=slot_count,
-        table_width=table_width, kv_heads=kv_heads, head_dim=head_dim, dtype=CACHE_DTYPES[k.dtype],
+        table_width=table_width, table_stride=tables.stride(0), kv_heads=kv_heads, head_dim=head_dim,
+        dtype=CACHE_DTYPES[k.dtype],
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nibblelm import LLM, SamplingParams, convert, ops
+from nibblelm import LLM, SamplingParams, convert, decode_steps, ops
 from nibblelm.engine import STEP_TOKENS
 from nibblelm.errors import DeviceError
 from nibblelm.executor import STEP_ROWS
@@ -200,6 +200,33 @@ def test_programmatic_launches_change_nothing(bits: int, batch: int) -> None:
         assert len({token for step in want for token in step}) > 500
         for _ in range(20):
             assert generate(runners[1]) == want
+
+
+def test_programs_of_rows_that_reach_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose rows grow goes from program to program, each captured when it is wanted, with the same tokens."""
+    raw = {
+        "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu", "hidden_size": 256,
+        "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "vocab_size": 5000, "max_position_embeddings": 4096, "rope_theta": 10000.0,
+    }  # fmt: skip
+    device, module = torch.device("cuda"), family(raw)
+    model = module.Model(RandomWeights(device, torch.bfloat16, 24, 4, -1), module.read_config(raw), 300)
+    prompts, state = [[3 + i, 1, 4] * (1 + 9 * i) for i in range(3)], SamplingState.greedy(3, torch.device("cpu"))
+    state.temperature.fill_(1.0)
+    found = list[list[list[int]]]()
+    with torch.inference_mode():
+        for reaches, wanted in (((), {}), ((64, 128), {}), ((64, 128), {1: 2})):
+            monkeypatch.setattr(decode_steps, "REACHES", reaches)
+            runner = Runner(model, device, torch.bfloat16, 300)
+            runner.reserve(3)
+            for slot, prompt in enumerate(prompts):
+                runner.prefill(prompt, slot)
+            run = runner.sampled_steps([7] * 3, [0, 1, 2], state, wanted)
+            assert run.step.programs is not None
+            found.append([run.next(last=i == 199) for i in range(200)])
+            assert [*run.step.programs._captured] == ([64, 128, 300] if reaches else [300])
+    assert found[1] == found[0] == found[2]
+    assert len({token for step in found[0] for token in step}) > 100
 
 
 def test_prompts_one_behind_the_other_change_nothing() -> None:

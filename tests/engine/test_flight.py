@@ -13,8 +13,10 @@ import torch
 
 from nibblelm import LLM, SamplingParams, choosing, decode_steps, engine_core, executor, mixed_steps, readers, scheduler
 from nibblelm.decode_steps import DecodeStep, SampledSteps
+from nibblelm.kv_cache import KVCache
 from nibblelm.ops import PAGE, SamplingState
 from nibblelm.ops.devices import kernels
+from nibblelm.pages import page_count
 from nibblelm.prompt_steps import Prompt
 from nibblelm.runner import Runner
 from nibblelm.sampler import Sampled
@@ -88,6 +90,21 @@ def test_rows_are_picked_in_any_order() -> None:
     logits = torch.arange(6).view(6, 1)
     for rows in ([], [2], [1, 2, 3], [3, 1, 5], [5, 3, 4], [0, 2, 2]):
         assert choosing.picked(logits, rows).flatten().tolist() == rows
+
+
+def test_programs_are_captured_when_rows_reach_so_far() -> None:
+    captured: list[int] = []
+    programs = decode_steps.Programs(20000, lambda reach: captured.append(reach) or f"{reach}")
+    assert [programs.of(n) for n in (1, 512, 513, 400, 16384, 16385, 20000)] == [
+        *("512", "512", "16384", "512", "16384", "20000", "20000")
+    ]
+    assert captured == [512, 16384, 20000]
+    assert not programs.prepare()
+    few = decode_steps.Programs(300, str)
+    assert (few.bounds, few.prepare(), few.prepare()) == ((300,), True, False)
+    cache = KVCache(2, 3, 1, 700, 8, torch.float32, torch.device("cpu"))
+    assert cache.within(512).tables.data_ptr() == cache.tables.data_ptr()
+    assert cache.within(512).tables.tolist() == [row[: page_count(512)] for row in cache.tables.tolist()]
 
 
 @pytest.fixture
