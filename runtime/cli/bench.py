@@ -52,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         loads.add_argument(flag, type=int, nargs="+", default=[default], metavar="N", help=text)
     loads.add_argument(
+        "--ctx-size", type=positive, metavar="N", help="room for so many tokens a sequence (default: what a load takes)"
+    )
+    loads.add_argument(
         "--mixed", action="store_true", help="also 256 requests at once, of 64 to 1,024 and 64 to 512 tokens (seed 0)"
     )
     add_speculate_argument(parser, "measure loads without and with drafts from a first run's text")
@@ -91,11 +94,14 @@ def run(args: argparse.Namespace) -> int:
     if args.speculate is not None and args.mixed:
         raise RequestError("--mixed is measured without drafts: leave out --speculate")
     context = max([load.context for load in loads] + [MIXED_CONTEXT] * args.mixed)
+    if args.ctx_size is not None and args.ctx_size < context:
+        raise RequestError(f"--ctx-size {args.ctx_size} has no room for the {context} tokens of a sequence")
+    context = args.ctx_size or context
     first, facts = (_from_shape if args.shape else _from_model)(args, context)
     keep_loaded()
     peak = read_bandwidth(first.device)
     for load in loads:
-        runner = first.with_capacity(load.context)
+        runner = first.with_capacity(args.ctx_size or load.context)
         if args.speculate is not None:
             for right in args.acceptance or (0.8, 0.0):
                 row = _drafts(args, runner, load, facts, right)
@@ -105,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(row) if args.json else _table(row), flush=True)
         del runner
     if args.mixed:
-        row = _mixed(args, first.with_capacity(MIXED_CONTEXT), facts)
+        row = _mixed(args, first.with_capacity(args.ctx_size or MIXED_CONTEXT), facts)
         print(json.dumps(row) if args.json else _mixed_table(row), flush=True)
     return 0
 
