@@ -250,10 +250,12 @@ e2e() {  # decode at batch 1; batches, long contexts and prefill where the weigh
     "llama-3-8b 4 -1 --activations 8 --prompt-tokens 128 128 2048 --gen-tokens 256 256 16 --batch 16 256 1 --mixed"
     "llama-3-8b 4 -1 --activations 8 --kv int8 --prompt-tokens 128 2048 --gen-tokens 256 16 --batch 256 1 --mixed"
     "llama-3-8b 4 128 $once --batch 1 64 256"
+    "llama-3-8b 4 -1 $once --batch 1 64 256 --ctx-size 8192"
     "llama-3-8b 8 -1 --prompt-tokens 128 2048 --gen-tokens 256 16"
     "llama-3-8b 16 -1 $once"
   )
   for bits in 4 8 16; do kinds+=("llama-3.2-1b $bits -1 $once"); done
+  kinds+=("llama-3.2-1b 4 -1 $once --batch 1 64 256 --ctx-size 131072" "llama-3.2-1b 4 -1 $once --batch 1 64 256")
   bench_all e2e "${kinds[@]}"
 }
 
@@ -324,7 +326,7 @@ for name in ("ops", "latency", "load", "peers", "serve", "convert", "vllm_folder
     if (state / f"{name}.json").exists():
         results[name] = json.loads((state / f"{name}.json").read_text())
 KEYS = {  # what a row is of: one that was not measured again stays, with its tree
-    "e2e": "shape bits group_size activations kv load batch depth prompt_tokens generated_tokens",
+    "e2e": "shape bits group_size activations kv load batch depth prompt_tokens generated_tokens ctx_size",
     "drafts": "shape bits group_size activations kv batch acceptance",
     "peers": "engine quant test batch",
     "serve": "test model kind",

@@ -84,19 +84,7 @@ def run(args: argparse.Namespace) -> int:
         )
     args.bits, args.group_size = args.bits or 4, args.group_size or -1
     loads = _loads(args, _context_limit(args))
-    for load in loads:
-        if min(load.prompt_tokens, load.generated_tokens, load.batch) < 1 or load.depth < 0:
-            raise RequestError("--prompt-tokens, --gen-tokens and --batch must be at least 1, --depth at least 0")
-        if args.speculate is not None and load.generated_tokens < 2:
-            raise RequestError("--speculate needs --gen-tokens of at least 2: the first token has no draft")
-    if args.acceptance is not None and args.speculate is None:
-        raise RequestError("--acceptance is of drafts: add --speculate ngram, or leave it out")
-    if args.speculate is not None and args.mixed:
-        raise RequestError("--mixed is measured without drafts: leave out --speculate")
-    context = max([load.context for load in loads] + [MIXED_CONTEXT] * args.mixed)
-    if args.ctx_size is not None and args.ctx_size < context:
-        raise RequestError(f"--ctx-size {args.ctx_size} has no room for the {context} tokens of a sequence")
-    context = args.ctx_size or context
+    context = _room(args, loads)
     first, facts = (_from_shape if args.shape else _from_model)(args, context)
     keep_loaded()
     peak = read_bandwidth(first.device)
@@ -114,6 +102,26 @@ def run(args: argparse.Namespace) -> int:
         row = _mixed(args, first.with_capacity(args.ctx_size or MIXED_CONTEXT), facts)
         print(json.dumps(row) if args.json else _mixed_table(row), flush=True)
     return 0
+
+
+def _room(args: argparse.Namespace, loads: "list[Load]") -> int:
+    """Tokens of the longest sequence, or what --ctx-size says. Raises RequestError for what cannot be measured."""
+    from nibblelm.benchmark import MIXED_CONTEXT
+    from nibblelm.errors import RequestError
+
+    for load in loads:
+        if min(load.prompt_tokens, load.generated_tokens, load.batch) < 1 or load.depth < 0:
+            raise RequestError("--prompt-tokens, --gen-tokens and --batch must be at least 1, --depth at least 0")
+        if args.speculate is not None and load.generated_tokens < 2:
+            raise RequestError("--speculate needs --gen-tokens of at least 2: the first token has no draft")
+    if args.acceptance is not None and args.speculate is None:
+        raise RequestError("--acceptance is of drafts: add --speculate ngram, or leave it out")
+    if args.speculate is not None and args.mixed:
+        raise RequestError("--mixed is measured without drafts: leave out --speculate")
+    longest = max([load.context for load in loads] + [MIXED_CONTEXT] * args.mixed)
+    if args.ctx_size is not None and args.ctx_size < longest:
+        raise RequestError(f"--ctx-size {args.ctx_size} has no room for sequences of {longest} tokens")
+    return args.ctx_size or longest
 
 
 def _loads(args: argparse.Namespace, limit: int) -> "list[Load]":
@@ -203,6 +211,7 @@ def _described(args: argparse.Namespace, runner: "Runner", facts: dict[str, Any]
         "kv": {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8"}[runner.kv_dtype],
         "bits": facts["bits"],
         "group_size": facts["group_size"],
+        "ctx_size": args.ctx_size,
     }
 
 

@@ -38,7 +38,7 @@ class _Greedy:
         rows = self._rows.clone()
         idle = (rows[2] < 0) | (tables[rows[2].clamp(min=0), rows[1] // PAGE] < 0)
         rows[1][idle], rows[2][idle] = 0, spare
-        ids = self.logits.copy_(self._runner._logits(rows)).argmax(-1).int()
+        ids = self.logits.copy_(self._runner.logits(rows)).argmax(-1).int()
         for i, drawn in enumerate(self._drawn):
             self._host_ids[(drawn + self._step) % 2, i] = ids[i]
         self._rows[0], self._step = ids, self._step + 1
