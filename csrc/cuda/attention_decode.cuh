@@ -298,10 +298,9 @@ __device__ __forceinline__ void attend_share(const AttentionArgs& a, const HeadA
       }
     }
   };
-  const auto weigh = [&]<bool kFirst>(Accumulator<F>& sum, float (&s)[4], const float (&scales)[4], int p, uint32_t& p0,
-                                      uint32_t& p1) {
-    sum.template weigh<kFirst, kOptions>(a, s, scales, at.row, share.position, at.first_head, p, share.end, at.g, at.j,
-                                         p0, p1);
+  const auto scored = [&]<int kTiles>(const Accumulator<F>& sum, float (&s)[kTiles][4], float (&highest)[kTiles][2],
+                                      int p) {
+    sum.template score_tiles<kOptions>(a, s, highest, at.row, share.position, at.first_head, p, share.end, at.g, at.j);
   };
   int p = first, page = __shfl_sync(kAllLanes, pages, R::kUnits / 2), unit = 0;
   const int parts = share.plan.parts();
@@ -340,7 +339,7 @@ __device__ __forceinline__ void attend_share(const AttentionArgs& a, const HeadA
     int part{0};
 #pragma unroll 1
     for (int from = share.begin; from < share.end; from += kLeastSpan, ++part) {
-      attend_chains(chains, ring, q, p, min(from + kLeastSpan, share.end), page, unit, insert, weigh);
+      attend_chains(chains, ring, q, p, min(from + kLeastSpan, share.end), page, unit, insert, scored);
       merge_chains<F>(chains);
       space.keep(part, chains[0], at.g, at.j);
     }
@@ -355,7 +354,7 @@ __device__ __forceinline__ void attend_share(const AttentionArgs& a, const HeadA
     int part{0};
 #pragma unroll 1
     for (int from = share.begin; from < share.end; from += share.plan.span, ++part) {
-      attend(sum, ring, q, p, min(from + share.plan.span, share.end), page, unit, insert, weigh);
+      attend(sum, ring, q, p, min(from + share.plan.span, share.end), page, unit, insert, scored);
       space.store(sum, part % 2, at.warp, at.g, at.j);
       __syncthreads();
       each_quad([&](int, int h, int d) {
@@ -371,7 +370,7 @@ __device__ __forceinline__ void attend_share(const AttentionArgs& a, const HeadA
     }
     return;
   }
-  attend(sum, ring, q, p, share.end, page, unit, insert, weigh);
+  attend(sum, ring, q, p, share.end, page, unit, insert, scored);
 
   const int partials_of_row = (parts + F::kCluster - 1) / F::kCluster;
   const int ranks = min(F::kCluster, parts - (at.part - at.rank));  // blocks with work in this cluster

@@ -75,6 +75,8 @@ struct Form : Size {
   static constexpr int kHostCluster{kClusterBlocks}, kCluster{kArchitecture >= 90 ? kClusterBlocks : 1};
   static constexpr int kBlocks{kPerMultiprocessor};
   static constexpr int kParts{kMostParts};
+  // Two tiles at a time, where a multiprocessor has one block whose warps wait for latencies rather than for memory.
+  static constexpr bool kPairs{kInt8 && kClusterBlocks == 1 && kMostParts == 1};
   // At most, of a block that takes several parts; a warp's parts are of the least span.
   static constexpr int kPositions{kOneWarp ? kGroup * kLeastSpan : 2048};
 };
@@ -194,16 +196,37 @@ struct Ring {
                      (lane < kTile ? cache.k_scales : cache.v_scales) + row, position < written);
     }
   }
-  // Asks for what fits of the tiles from p on, whose pages() are given: a group of copies for each unit.
+  // Asks for what fits of the tiles from p on, whose pages() are given: a group of copies for each unit; of pairs for
+  // the keys of both, then for the values.
   __device__ __forceinline__ void fill(int p, int pages) const {
+    if constexpr (F::kPairs) {
+      static_assert(kUnits % 4 == 0);
 #pragma unroll 1
-    for (int unit = 0; unit < kUnits; unit += 2, p += kStep) {
-      const int page = __shfl_sync(kAllLanes, pages, unit / 2), next = __shfl_sync(kAllLanes, pages, unit / 2 + 1);
-      if (p < end) fetch_keys(unit, p, page, next);
-      copy_async_commit();
-      if (p < end) fetch(unit + 1, cache.v, p, page, next);
-      copy_async_commit();
+      for (int unit = 0; unit < kUnits; unit += 4, p += 2 * kStep) {
+        int page[3];
+#pragma unroll
+        for (int i = 0; i < 3; ++i) page[i] = __shfl_sync(kAllLanes, pages, unit / 2 + i);
+        fetch_pair(unit, p, page, [&](int at, int from, int own, int next) { fetch_keys(at, from, own, next); });
+        fetch_pair(unit, p, page,
+                   [&](int at, int from, int own, int next) { fetch(at + 1, cache.v, from, own, next); });
+      }
+    } else {
+#pragma unroll 1
+      for (int unit = 0; unit < kUnits; unit += 2, p += kStep) {
+        const int page = __shfl_sync(kAllLanes, pages, unit / 2), next = __shfl_sync(kAllLanes, pages, unit / 2 + 1);
+        if (p < end) fetch_keys(unit, p, page, next);
+        copy_async_commit();
+        if (p < end) fetch(unit + 1, cache.v, p, page, next);
+        copy_async_commit();
+      }
     }
+  }
+  // A group of copies for the two tiles from p on, which start on page[0] and page[1].
+  template <class Fetch>
+  __device__ __forceinline__ void fetch_pair(int unit, int p, const int (&page)[3], Fetch fetch) const {
+    if (p < end) fetch(unit, p, page[0], page[1]);
+    if (p + kStep < end) fetch(unit + 2, p + kStep, page[1], page[2]);
+    copy_async_commit();
   }
   // A key or value, (D,), as row `row` of a unit.
   __device__ __forceinline__ void insert(int unit, int row, const T* x) const {
@@ -334,61 +357,91 @@ struct Accumulator {
     }
   }
 
-  // `scales`: tile_scales().
-  __device__ __forceinline__ static void dots(float (&s)[4], const R& ring, int unit, const Queries<F>& q,
-                                              const float (&scales)[4]) {
+  // Of kTiles tiles, whose units follow each other; `scales`: tile_scales().
+  template <int kTiles>
+  __device__ __forceinline__ static void dots(float (&s)[kTiles][4], const R& ring, int unit, const Queries<F>& q,
+                                              const float (&scales)[kTiles][4]) {
     if constexpr (F::kInt8) {
-      int high[4]{}, low[4]{};
+      int high[kTiles][4]{}, low[kTiles][4]{};
 #pragma unroll
       for (int c = 0; c < D / 32; ++c) {
         if (!F::has(ring.cache, 32 * c)) break;
-        uint32_t k[4];
-        ring.key(k, unit, c);
-        mma_16832(high, k, q.x[2 * c][0], q.x[2 * c][1]);
-        mma_16832(low, k, q.x[2 * c + 1][0], q.x[2 * c + 1][1]);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          uint32_t k[4];
+          ring.key(k, unit + 2 * t, c);
+          mma_16832(high[t], k, q.x[2 * c][0], q.x[2 * c][1]);
+          mma_16832(low[t], k, q.x[2 * c + 1][0], q.x[2 * c + 1][1]);
+        }
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        s[i] = __fmul_rn(__int2float_rn(high[i] * 256 + low[i]), __fmul_rn(q.scale[i & 1], scales[i >> 1]));
-    } else {
-      float odd[4]{};  // a second chain of products halves the wait for results
+      for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[i] = 0.0f;
+        for (int i = 0; i < 4; ++i)
+          s[t][i] =
+              __fmul_rn(__int2float_rn(high[t][i] * 256 + low[t][i]), __fmul_rn(q.scale[i & 1], scales[t][i >> 1]));
+    } else {
+      float odd[kTiles][4]{};  // a second chain of products halves the wait for results
+#pragma unroll
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[t][i] = 0.0f;
 #pragma unroll
       for (int c = 0; c < D / 16; ++c) {
         if (!F::has(ring.cache, c / 2 * 32)) break;
-        uint32_t k[4];
-        ring.key(k, unit, c);
-        mma_16816(c % 2 == 0 ? s : odd, k[0], k[1], k[2], k[3], q.x[c][0], q.x[c][1]);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          uint32_t k[4];
+          ring.key(k, unit + 2 * t, c);
+          mma_16816(c % 2 == 0 ? s[t] : odd[t], k[0], k[1], k[2], k[3], q.x[c][0], q.x[c][1]);
+        }
       }
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[i] = __fadd_rn(s[i], odd[i]);
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[t][i] = __fadd_rn(s[t][i], odd[t][i]);
     }
   }
 
-  // Takes the dot products of 16 positions from p on and leaves their weights, as operands, in p0 and p1: in int8 times
-  // the values' scales, so that these cost no rounding of their own. kFirst: there is nothing in the sum yet.
-  template <bool kFirst, bool kOptions>
-  __device__ __forceinline__ void weigh(const AttentionArgs& a, float (&s)[4], const float (&scales)[4], int64_t row,
-                                        int position, int first_head, int p, int end, int g, int j, uint32_t& p0,
-                                        uint32_t& p1) {
+  // Takes the dot products of kTiles tiles, the first of 16 positions from p on and the others each F::kStep further,
+  // and leaves their scores, and the highest of each tile and of all that is before it.
+  template <bool kOptions, int kTiles>
+  __device__ __forceinline__ void score_tiles(const AttentionArgs& a, float (&s)[kTiles][4],
+                                              float (&highest)[kTiles][2], int64_t row, int position, int first_head,
+                                              int p, int end, int g, int j) const {
     const auto scored = [&](float dot, int head, int at) {
       if constexpr (F::kExact || !kOptions) return score<kOptions, true>(a, dot, row, position, head, at);
       return has_options(a) ? score<true, true>(a, dot, row, position, head, at)
                             : score<false>(a, dot, row, position, head, at);
     };
-    float highest[2]{m[0], m[1]};
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = p + g + 8 * (i >> 1), head = min(first_head + 2 * j + (i & 1), a.heads - 1);
-      s[i] = at < end ? scored(s[i], head, at) : -INFINITY;
-      highest[i & 1] = fmaxf(highest[i & 1], s[i]);
+    for (int t = 0; t < kTiles; ++t) {
+      highest[t][0] = m[0], highest[t][1] = m[1];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = p + t * R::kStep + g + 8 * (i >> 1), head = min(first_head + 2 * j + (i & 1), a.heads - 1);
+        s[t][i] = at < end ? scored(s[t][i], head, at) : -INFINITY;
+        highest[t][i & 1] = fmaxf(highest[t][i & 1], s[t][i]);
+      }
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
+    for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-      for (int offset = 4; offset < kWarp; offset *= 2)
-        highest[h] = fmaxf(highest[h], __shfl_xor_sync(kAllLanes, highest[h], offset));
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int offset = 4; offset < kWarp; offset *= 2)
+          highest[t][h] = fmaxf(highest[t][h], __shfl_xor_sync(kAllLanes, highest[t][h], offset));
+#pragma unroll
+    for (int t = 1; t < kTiles; ++t)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) highest[t][h] = fmaxf(highest[t][h], highest[t - 1][h]);
+  }
+
+  // Takes a tile's scores and leaves their weights, as operands, in p0 and p1: in int8 times the values' scales, so
+  // that these cost no rounding of their own. kFirst: there is nothing in the sum yet.
+  template <bool kFirst>
+  __device__ __forceinline__ void weigh(float (&s)[4], const float (&highest)[2], const float (&scales)[4],
+                                        uint32_t& p0, uint32_t& p1) {
     if (!kFirst &&
         __any_sync(kAllLanes, highest[0] != m[0] || highest[1] != m[1])) {  // else every factor is 1, or of nothing
 #pragma unroll
@@ -437,18 +490,18 @@ struct Accumulator {
 
 // A warp's tile at p, which fill() asked for, and on to its next; `page` is that of the tile to ask for next, `unit`
 // this one's. kFirst: the sum is empty. insert(unit, p, which) puts in a key (0) or value (1) that the cache lacks;
-// weigh<kFirst>(sum, dots, scales, p, p0, p1) is Accumulator::weigh.
-template <bool kFirst, class F, class Insert, class Weigh>
+// scored(sum, dots, highest, p) is Accumulator::score_tiles.
+template <bool kFirst, class F, class Insert, class Scored>
 __device__ __forceinline__ void attend_tile(Accumulator<F>& sum, const Ring<F>& ring, const Queries<F>& q, int& p,
-                                            int& page, int& unit, Insert insert, Weigh weigh) {
+                                            int& page, int& unit, Insert insert, Scored scored) {
   using R = Ring<F>;
   const int far = p + R::kAround;
   const int next = far < ring.end ? ring.page(far + R::kStep) : 0;  // a tile before it is needed
-  float s[4], scales[4];
+  float s[1][4], scales[1][4], highest[1][2];
   copy_async_wait<R::kUnits - 1>();
   __syncwarp();  // the keys have arrived for every lane
   insert(unit, p, 0);
-  ring.tile_scales(scales, unit);
+  ring.tile_scales(scales[0], unit);
   sum.dots(s, ring, unit, q, scales);
   __syncwarp();  // every lane is done with them
   if (far < ring.end) {
@@ -458,7 +511,8 @@ __device__ __forceinline__ void attend_tile(Accumulator<F>& sum, const Ring<F>& 
   }
   copy_async_commit();
   uint32_t p0, p1;
-  weigh.template operator()<kFirst>(sum, s, scales, p, p0, p1);
+  scored(sum, s, highest, p);
+  sum.template weigh<kFirst>(s[0], highest[0], scales[0], p0, p1);
   copy_async_wait<R::kUnits - 1>();
   __syncwarp();
   insert(unit + 1, p, 1);
@@ -470,12 +524,54 @@ __device__ __forceinline__ void attend_tile(Accumulator<F>& sum, const Ring<F>& 
   p += R::kStep, unit = unit + 2 == R::kUnits ? 0 : unit + 2;
 }
 
+// The same for two tiles at a time, with the same arithmetic: of the second one, which may be behind the end, the keys'
+// products and the highest score are there when the first has been added. pages[0] is that of the next pair's first.
+template <class F, class Insert, class Scored>
+__device__ __forceinline__ void attend_pair(Accumulator<F>& sum, const Ring<F>& ring, const Queries<F>& q, int& p,
+                                            int& page, int& unit, Insert insert, Scored scored) {
+  using R = Ring<F>;
+  const int far = p + R::kAround;
+  int pages[3]{page};
+  if (far < ring.end) pages[1] = ring.page(far + R::kStep), pages[2] = ring.page(far + 2 * R::kStep);
+  float s[2][4], scales[2][4], highest[2][2];
+  copy_async_wait<R::kUnits / 2 - 1>();
+  __syncwarp();  // the keys have arrived for every lane
+  insert(unit, p, 0), insert(unit + 2, p + R::kStep, 0);
+  ring.tile_scales(scales[0], unit), ring.tile_scales(scales[1], unit + 2);
+  sum.dots(s, ring, unit, q, scales);
+  __syncwarp();  // every lane is done with them
+  if (far >= ring.end) dependency_release();
+  ring.fetch_pair(unit, far, pages, [&](int at, int from, int own, int next) { ring.fetch_keys(at, from, own, next); });
+  scored(sum, s, highest, p);
+  uint32_t p0, p1;
+  sum.template weigh<false>(s[0], highest[0], scales[0], p0, p1);
+  copy_async_wait<R::kUnits / 2 - 1>();
+  __syncwarp();
+  insert(unit + 1, p, 1), insert(unit + 3, p + R::kStep, 1);
+  sum.add(ring, unit + 1, p0, p1);
+  if (p + R::kStep < ring.end) {
+    sum.template weigh<false>(s[1], highest[1], scales[1], p0, p1);
+    sum.add(ring, unit + 3, p0, p1);
+  }
+  __syncwarp();
+  ring.fetch_pair(unit, far, pages,
+                  [&](int at, int from, int own, int next) { ring.fetch(at + 1, ring.cache.v, from, own, next); });
+  page = pages[2];
+  p += 2 * R::kStep, unit = unit + 4 == R::kUnits ? 0 : unit + 4;
+}
+
 // Its tiles from p to the end of a part.
-template <class F, class Insert, class Weigh>
+template <class F, class Insert, class Scored>
 __device__ __forceinline__ void attend(Accumulator<F>& sum, const Ring<F>& ring, const Queries<F>& q, int& p, int end,
-                                       int& page, int& unit, Insert insert, Weigh weigh) {
+                                       int& page, int& unit, Insert insert, Scored scored) {
 #pragma unroll 1
-  while (p < end) attend_tile<false>(sum, ring, q, p, page, unit, insert, weigh);
+  while (p < end) {
+    if constexpr (F::kPairs) {
+      attend_pair(sum, ring, q, p, page, unit, insert, scored);
+    } else {
+      attend_tile<false>(sum, ring, q, p, page, unit, insert, scored);
+    }
+  }
 }
 
 }  // namespace nibblelm::cuda

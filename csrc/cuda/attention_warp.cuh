@@ -87,14 +87,14 @@ __device__ __forceinline__ void merge_chains(Accumulator<F> (&chains)[F::kChains
 }
 
 // attend() for a part with no more than a tile of each chain.
-template <class F, class Insert, class Weigh>
+template <class F, class Insert, class Scored>
 __device__ __forceinline__ void attend_chains(Accumulator<F> (&chains)[F::kChains], const Ring<F>& ring,
                                               const Queries<F>& q, int& p, int end, int& page, int& unit, Insert insert,
-                                              Weigh weigh) {
+                                              Scored scored) {
 #pragma unroll
   for (Accumulator<F>& chain : chains) {
     chain = {};
-    if (p < end) attend_tile<true>(chain, ring, q, p, page, unit, insert, weigh);
+    if (p < end) attend_tile<true>(chain, ring, q, p, page, unit, insert, scored);
   }
 }
 
