@@ -26,7 +26,7 @@ HELP = "continue a prompt"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_arguments(parser)
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt; - reads standard input")
     source.add_argument("-f", "--file", metavar="PATH", help="read the prompt from a file (UTF-8)")
     parser.add_argument("--system", metavar="TEXT", help="system message, for models with a chat template")

@@ -20,7 +20,8 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def settle_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """args.model of what `add_model_argument` took; here, so that an unknown option is named before what follows it."""
+    """args.model of what `add_model_argument` took, and what generate cannot do without; here, so that an option that
+    is not known is named first: what follows it would be the model, and it may stand for what is missing."""
     if not hasattr(args, "place"):
         return
     place, named, instead = args.place, args.model, getattr(args, "supported", False)
@@ -29,6 +30,8 @@ def settle_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
     args.model = named if place is None else place
     if (args.model is None) != instead:
         parser.error("MODEL beside --supported; give one of them" if instead else "MODEL is required")
+    if getattr(args, "prompt", "") is None and args.file is None:
+        parser.error("one of -p/--prompt and -f/--file is required")
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:

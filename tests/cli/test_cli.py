@@ -131,6 +131,8 @@ def test_prompts_that_cannot_be_read_are_one_line(stories: str, tmp_path: Path) 
         (("info", "{stories}", "-m", "x"), 2, "beside -m 'x'; give one of them"),
         (("info", "x", "--supported"), 2, "MODEL beside --supported"),
         (("generate", "-m", "{stories}", "--promt", "hi", "-p", "x"), 2, "unrecognized arguments: --promt"),
+        (("generate", "-m", "{stories}", "--promt", "hi"), 2, "unrecognized arguments: --promt"),
+        (("generate", "-m", "{stories}"), 2, "one of -p/--prompt and -f/--file is required"),
         (("info",), 2, "required"),
     ],
 )
