@@ -28,7 +28,7 @@ def our_lines(rows: list[dict[str, Any]]) -> Lines:
     lines: dict[str, dict[int, float]] = {}
     for row in rows:
         load = (row["shape"], row.get("depth"), row.get("prompt_tokens"), row.get("generated_tokens"))
-        if load != (SHAPE, 0, 128, 256) or row.get("load"):
+        if load != (SHAPE, 0, 128, 256) or row.get("load") or row.get("ctx_size"):
             continue
         label = f"NibbleLM {scheme(row)}"
         label += ", 8-bit activations" if row.get("activations") == 8 else ""

@@ -57,6 +57,7 @@ def gpu(rows: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]] = ()) ->
             cells.append([row["shape"], weights, load, f"{row['output_tok_s']['mean']:,.0f}", "", ""])
             continue
         load = f"batch {row['batch']}, depth {row['depth']}, prompt {row['prompt_tokens']}"
+        load += f", room for {row['ctx_size']:,}" if row.get("ctx_size") else ""
         decode = f"{row['decode_tok_s']['mean']:,.0f}" if row["generated_tokens"] > 16 else ""
         prefill = f"{row['prefill_tok_s']['mean']:,.0f}"
         bandwidth = f"{row['achieved_gb_s']:,.0f} GB/s" if decode else ""
