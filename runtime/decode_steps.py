@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nibblelm.memory import out_of_memory
 from nibblelm.ops import Program, SamplingState, sample, to_device, top_logprobs
 from nibblelm.sampler import Sampled, scored
 
@@ -38,19 +39,28 @@ class Programs:
         self._capture, self._captured = capture, dict[int, Any]()
 
     def bound(self, positions: int) -> int:
-        return next(bound for bound in self.bounds if bound >= positions)
+        return next((bound for bound in self.bounds if bound >= positions), self.bounds[-1])
 
     def of(self, positions: int) -> Any:
-        """The one for rows of up to so many positions, the new one among them."""
+        """The one for rows of up to so many positions, the new one among them; one for more where there is no memory
+        to capture it."""
         bound = self.bound(positions)
         if bound not in self._captured:
-            self._captured[bound] = self._capture(bound)
+            try:
+                self._captured[bound] = self._capture(bound)
+            except RuntimeError as error:
+                wider = [other for other in self._captured if other > bound]
+                if not wider or not out_of_memory(error):
+                    raise
+                bound = min(wider)
         return self._captured[bound]
 
     def prepare(self) -> bool:
-        """Capture one that is missing. False: none is."""
-        missing = next((bound for bound in self.bounds if bound not in self._captured), 0)
-        return bool(missing and self.of(missing))
+        """Capture one that is missing, that for all first. False: none is."""
+        missing = next((bound for bound in reversed(self.bounds) if bound not in self._captured), 0)
+        if missing:
+            self._captured[missing] = self._capture(missing)
+        return missing > 0
 
 
 @dataclass(frozen=True)
@@ -217,6 +227,8 @@ class SampledSteps:
         `spare`, whose history means nothing."""
         for i in gone:
             self._slots[i] = spare
+        if left := [len(self._history[slot]) for slot in self._slots if slot != spare]:
+            self._positions = 1 + max(left) - self._read
         where = to_device(torch.tensor(gone), self.step.rows.device)
         self.step.rows[1].index_fill_(0, where, 0)  # else it might count beyond what there are angles for
         self.step.rows[2].index_fill_(0, where, IDLE)

@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
             "--random-weights, --bits and --group-size are of --shape; a model has its own, as it was converted"
         )
     args.bits, args.group_size = args.bits or 4, args.group_size or -1
-    loads = _loads(args, _context_limit(args))
+    limit = _context_limit(args)
+    loads = _loads(args, min(limit, args.ctx_size or limit))
     context = _room(args, loads)
     first, facts = (_from_shape if args.shape else _from_model)(args, context)
     keep_loaded()

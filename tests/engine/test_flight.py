@@ -33,11 +33,15 @@ class _Greedy:
         self._runner, self._rows, self._host_ids, self._drawn, self._step = runner, rows, host_ids, drawn, 0
         self.logits = torch.empty(len(drawn), runner.model.config.vocab_size)
 
-    def replay(self) -> None:
+    def replay(self, reach: int | None = None) -> None:
+        """`reach`: positions that its rows must not have more of."""
         tables, spare = self._runner.tables, len(self._runner.history) - 1
         rows = self._rows.clone()
         idle = (rows[2] < 0) | (tables[rows[2].clamp(min=0), rows[1] // PAGE] < 0)
         rows[1][idle], rows[2][idle] = 0, spare
+        if reach is not None:
+            assert int(rows[1].max()) < reach
+            reached.add(reach)
         ids = self.logits.copy_(self._runner.logits(rows)).argmax(-1).int()
         for i, drawn in enumerate(self._drawn):
             self._host_ids[(drawn + self._step) % 2, i] = ids[i]
@@ -66,10 +70,12 @@ def _sampled_steps(
         unseen.append(len(ids))
     program = _Greedy(self, rows, host_ids, state.steps.tolist())
     launched.append(len(ids))
-    step = DecodeStep(rows, program, program.logits, host_ids)
-    return SampledSteps(step, self.history, self.capacity, list(ids), list(slots), state.steps.tolist(), wanted)
+    programs = decode_steps.Programs(self.capacity, lambda reach: SimpleNamespace(replay=lambda: program.replay(reach)))
+    step, most = DecodeStep(rows, program, program.logits, host_ids, programs=programs), 1 + max(positions)
+    return SampledSteps(step, self.history, self.capacity, list(ids), list(slots), state.steps.tolist(), wanted, most)
 
 
+reached: set[int] = set()
 launched: list[int] = []
 unseen: list[int] = []  # of those, what was launched before the host had its tokens
 
@@ -118,6 +124,36 @@ def flying(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_steps.torch.cuda, "Event", _Event)
     monkeypatch.setattr(decode_steps.torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setitem(executor.STEP_ROWS, "cpu", (1, 2, 4, 8, 16))
+    monkeypatch.setattr(decode_steps, "REACHES", (110, 150, 350))
+
+
+def test_a_flight_outlives_its_longest_row(flying: None) -> None:
+    """Its programs are then those of the others, and never of more than there is room for."""
+    asked: list[int] = []
+    programs: Any = SimpleNamespace(of=lambda n: asked.append(n) or SimpleNamespace(replay=lambda: None))
+    rows, host_ids = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32)
+    step = DecodeStep(rows, None, rows[0], host_ids, programs=programs)
+    run = SampledSteps(step, [[0] * 95, [0] * 5, []], 100, [1, 1], [0, 1], [0, 0], None, 96)
+    for _ in range(3):
+        run.next(last=True)
+    run.drop([0], 2)
+    for _ in range(60):
+        run.next(last=True)
+    assert asked == [96, 97, 98, *range(9, 69)]
+    assert decode_steps.Programs(100, str).of(101) == "100"
+
+
+def test_a_program_for_more_rows_is_taken_where_memory_is_short() -> None:
+    def capture(reach: int) -> str:
+        if reach == 16384:
+            raise RuntimeError("CUDA error: out of memory")
+        return f"{reach}"
+
+    programs = decode_steps.Programs(20000, capture)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        programs.of(600)
+    assert programs.prepare()
+    assert (programs.of(600), programs.of(3)) == ("20000", "512")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +193,7 @@ def test_members_that_leave_change_nothing(
         plain.setitem(executor.STEP_ROWS, "cpu", ())
         outputs = [alone.generate([p], one)[0] for p, one in zip(prompts, params, strict=True)]
     want = [output.token_ids for output in outputs]
-    for seen in (launched, unseen, joined):
+    for seen in (launched, unseen, joined, reached):
         seen.clear()
     size = None if pages is None else pages * alone.kv_bytes // alone.kv_tokens * 64
     llm = LLM(folder, device="cpu", dtype="fp32", max_sequences=16, kv_memory=size)
@@ -172,6 +208,7 @@ def test_members_that_leave_change_nothing(
             values, exact = ([one.logprob, *(x for _, x in one.top)] for one in (ours, host))
             assert values == pytest.approx(exact, abs=1e-5)
     assert len(launched) < sum(map(len, want)) // 8, "a flight goes on when members leave it"
+    assert len(reached) > 1, "programs of several reaches"
     assert len(unseen) > (0 if scored else 3), "others join a flight before the host has their tokens"
     assert len(joined) > (3 if crowd < len(prompts) else 8), "prompts are computed in the steps of those that generate"
 
