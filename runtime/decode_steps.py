@@ -52,7 +52,7 @@ class Programs:
                 wider = [other for other in self._captured if other > bound]
                 if not wider or not out_of_memory(error):
                     raise
-                bound = min(wider)
+                self._captured[bound] = self._captured[min(wider)]  # for good: each try is a step's work
         return self._captured[bound]
 
     def prepare(self) -> bool:
@@ -108,7 +108,11 @@ class Runs(Protocol):
 
 
 def sampling_step(runner: Runs, rows: Tensor, state: SamplingState, result: Tensor, positions: int) -> DecodeStep:
-    """A step that draws tokens; `result` takes its logits, if those are kept. Captured for so many positions."""
+    """A step that draws tokens, captured for rows of so many positions, the new one among them.
+
+    rows    (3 or more, M) int32, as `DecodeStep` has them
+    result  (M, V) fp32 takes the logits; or rows[0], where nobody wants them
+    """
     count = rows.shape[1]
     with runner.card():  # pinned memory, too, is made through the current card
         host_ids = torch.empty(2, count, dtype=torch.int32, pin_memory=True)

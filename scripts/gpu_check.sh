@@ -254,8 +254,8 @@ e2e() {  # decode at batch 1; batches, long contexts and prefill where the weigh
     "llama-3-8b 8 -1 --prompt-tokens 128 2048 --gen-tokens 256 16"
     "llama-3-8b 16 -1 $once"
   )
-  for bits in 4 8 16; do kinds+=("llama-3.2-1b $bits -1 $once"); done
-  kinds+=("llama-3.2-1b 4 -1 $once --batch 1 64 256 --ctx-size 131072" "llama-3.2-1b 4 -1 $once --batch 1 64 256")
+  for bits in 8 16; do kinds+=("llama-3.2-1b $bits -1 $once"); done
+  for room in "" "--ctx-size 131072"; do kinds+=("llama-3.2-1b 4 -1 $once --batch 1 64 256 $room"); done
   bench_all e2e "${kinds[@]}"
 }
 

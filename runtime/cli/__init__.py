@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 from nibblelm import __version__
-from nibblelm.cli.options import settle_model
+from nibblelm.cli.options import settle_arguments
 from nibblelm.errors import NibbleLMError, printable
 
 _HEEDS_INTERRUPTS = {"chat": "nibblelm.engine", "convert": "nibblelm.converter"}
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     args = build_parser().parse_args(argv)
-    settle_model(args.parser, args)
+    settle_arguments(args.parser, args)
     if not args.debug:
         warnings.showwarning = _plain_warning
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's threads, where they wait, leave cores to others

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """The model, by its place or as -m; `settle_model` makes one of the two."""
+    """The model, by its place or as -m; `settle_arguments` makes one of the two."""
     parser.add_argument("place", nargs="?", metavar="MODEL", help="model folder or hub id")
     parser.add_argument("-m", "--model", metavar="MODEL", help="the same")
 
 
-def settle_model(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def settle_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """args.model of what `add_model_argument` took, and what generate cannot do without; here, so that an option that
     is not known is named first: what follows it would be the model, and it may stand for what is missing."""
     if not hasattr(args, "place"):

@@ -144,7 +144,10 @@ def test_a_flight_outlives_its_longest_row(flying: None) -> None:
 
 
 def test_a_program_for_more_rows_is_taken_where_memory_is_short() -> None:
+    tried: list[int] = []
+
     def capture(reach: int) -> str:
+        tried.append(reach)
         if reach == 16384:
             raise RuntimeError("CUDA error: out of memory")
         return f"{reach}"
@@ -153,7 +156,8 @@ def test_a_program_for_more_rows_is_taken_where_memory_is_short() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         programs.of(600)
     assert programs.prepare()
-    assert (programs.of(600), programs.of(3)) == ("20000", "512")
+    assert (programs.of(600), programs.of(601), programs.of(3)) == ("20000", "20000", "512")
+    assert tried == [16384, 20000, 16384, 512]
 
 
 @pytest.mark.parametrize(
