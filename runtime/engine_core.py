@@ -372,14 +372,13 @@ class _Core:
                     self.stats.token(request)
                 if item.output is not None:
                     self.stats.end(item.output.finish_reason, item.output.timings if item.output.token_ids else None)
-            channel.put(item, last)
         except Exception as error:  # this request's alone: its tokenizer's, say
-            last = True
+            item, last = error, True
             self.stats.end("error")
-            channel.put(error, last)
         if last:
-            self._finish(sequence)
-        elif channel.backlog >= BACKLOG and channel.stream and not sequence.parked:  # a draft may go on behind that
+            self._finish(sequence)  # before its reader knows, who may count on the room that it leaves
+        channel.put(item, last)
+        if channel.backlog >= BACKLOG and channel.stream and not (last or sequence.parked):  # a draft may go on behind
             channel.held = True
             if channel.backlog <= BACKLOG // 2:  # read just now, before the reader could see that it is waited for
                 channel.held = False

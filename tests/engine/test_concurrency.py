@@ -20,7 +20,7 @@ from nibblelm import LLM, SamplingParams, StreamPiece
 from nibblelm.engine_core import BACKLOG, Engine, Handle
 from nibblelm.errors import EngineError, RequestError
 from nibblelm.pages import PAGE
-from nibblelm.readers import collect
+from nibblelm.readers import Channel, collect
 from nibblelm.request import Request
 from nibblelm.runner import Runner
 from nibblelm.scheduler import Scheduler
@@ -239,9 +239,27 @@ def test_too_many_requests_are_refused_one_by_one(llm: LLM) -> None:
     with pytest.raises(RequestError, match="3 requests are unfinished"):
         engine.add(request_of(llm, "Once", GREEDY))
     assert [len(list(handle.tokens())) for handle in handles] == [400] * 3
-    assert eventually(lambda: engine._core.finished == 3)
     assert len(engine.add(request_of(llm, "Once", GREEDY), stream=False).result().output.token_ids) == 24
     engine.close()
+
+
+def test_what_has_ended_takes_no_room(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who holds the last piece may enter as many requests as there may be, and finds all pages free."""
+    seen: list[tuple[int, bool]] = []
+    put = Channel.put
+
+    def watched(channel: Channel, item: Any, last: bool = False) -> None:
+        if last:
+            seen.append((llm.engine.unfinished, idle(llm)))
+        put(channel, item, last)
+
+    monkeypatch.setattr(Channel, "put", watched)
+    llm.generate("Once", GREEDY)
+    llm.logits([1, 2])
+    monkeypatch.setattr(Request, "accept", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.generate("Once", GREEDY)
+    assert seen == [(0, True)] * 3
 
 
 @pytest.fixture
