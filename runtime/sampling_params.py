@@ -64,7 +64,8 @@ class SamplingParams:
     stop                strings that end the text; they are not part of it
     stop_token_ids      tokens that end it, besides the model's own
     ignore_eos          go on after the end-of-sequence token
-    min_tokens          tokens before which neither an end token nor one of stop_token_ids is chosen; 0: off
+    min_tokens          tokens before which neither an end token nor one of stop_token_ids is chosen; 0: off; at most
+                        max_tokens, which is looked at where both are known
     skip_special_tokens False: the text shows special tokens, which it leaves out otherwise; a list: those in it
     schema              a JSON schema (a mapping, or its text) that the answer follows; {"type": "object"}: any object
     regex, grammar      or a regular expression (Rust's syntax), or a grammar in llguidance's form of Lark
@@ -154,8 +155,16 @@ class SamplingParams:
         """These parameters with every None of a sampling parameter filled in (seed and logprobs stay).
 
         `do_sample: false` in generation_config.json means temperature 0 unless one was asked for; its
-        `eos_token_id` is the engine's business. Raises ConfigError where the file's value is out of range.
+        `eos_token_id` is the engine's business. Raises ConfigError where the file's value is out of range, RequestError
+        for more min_tokens than max_tokens.
         """
+        resolved = self._filled(generation_config)
+        most = resolved.max_tokens
+        fits = most is None or most < 0 or resolved.min_tokens <= most
+        _require(fits, "min_tokens", resolved.min_tokens, f"at most max_tokens, which is {most}")
+        return resolved
+
+    def _filled(self, generation_config: Mapping[str, Any]) -> "SamplingParams":
         lacking = [name for name in DEFAULTS if getattr(self, name) is None]
         if not lacking:
             return self

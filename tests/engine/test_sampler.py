@@ -400,6 +400,18 @@ def test_parameters_out_of_range(options: dict[str, Any], message: str) -> None:
         SamplingParams(**options)
 
 
+def test_more_tokens_at_least_than_at_most() -> None:
+    for params, file, most in (
+        (SamplingParams(min_tokens=9, max_tokens=8), {}, 8),
+        (SamplingParams(min_tokens=9), {"max_new_tokens": 7}, 7),
+        (SamplingParams(min_tokens=300), {}, 256),
+    ):
+        with pytest.raises(RequestError, match=f"at most max_tokens, which is {most}"):
+            params.resolve(file)
+    assert SamplingParams(min_tokens=8, max_tokens=8).resolve({}).min_tokens == 8
+    assert SamplingParams(min_tokens=300, max_tokens=-1).resolve({}).min_tokens == 300
+
+
 def test_other_errors_and_forms() -> None:
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=1.0)  # pyright: ignore[reportCallIssue]

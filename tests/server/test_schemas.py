@@ -80,6 +80,7 @@ def test_expressions_and_grammars(client: openai.OpenAI) -> None:
         ({"regex": "a", "grammar": "b"}, 400, "response_format", "one of"),
         ({"regex": "a", "ignore_eos": True}, 400, "ignore_eos", "which ends it"),
         ({"regex": "ab", "min_tokens": 50}, 400, "min_tokens", "may have to end before"),
+        ({"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "9; supported: at most 8"),
         ({"grammar": 'start: a\na: "x" a | "x" a', "max_tokens": 300}, 422, "grammar", "cannot be followed"),
         ({"response_format": form({"const": -(1 << 63)})}, 422, "response_format", "integers up to 2^53"),
         ({"response_format": form(MANY_PATTERNS), "max_tokens": 300}, 422, "response_format", "cannot be followed"),
