@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ def sampling_step(runner: Runs, rows: Tensor, state: SamplingState, result: Tens
     rows    (3 or more, M) int32, as `DecodeStep` has them
     result  (M, V) fp32 takes the logits; or rows[0], where nobody wants them
     """
-    count = rows.shape[1]
+    count, runner = rows.shape[1], proxy(runner)  # which has the step: a circle would keep both, and their memory
     with runner.card():  # pinned memory, too, is made through the current card
         host_ids = torch.empty(2, count, dtype=torch.int32, pin_memory=True)
 

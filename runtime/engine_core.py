@@ -18,6 +18,7 @@ import torch
 from nibblelm.choosing import Choice, compute_alone
 from nibblelm.errors import EngineError, RequestError
 from nibblelm.executor import Executor
+from nibblelm.memory import settle
 from nibblelm.readers import Channel, Reader, Waker, collect
 from nibblelm.request import LogitsRequest, Request
 from nibblelm.runner import Runner
@@ -274,6 +275,7 @@ class _Core:
             with torch.inference_mode():
                 while self.heard():
                     self.step()
+            settle(self.runner.device)
             self.stop("it was closed")
         except BaseException as error:
             self.stop(f"a step failed with {type(error).__name__}: {error}", error)
@@ -299,12 +301,11 @@ class _Core:
     def add(self, sequence: Sequence, channel: Channel) -> None:
         try:
             self._scheduler.add(sequence)
+            self.channels[sequence] = channel
         except RequestError as error:
             self.finished += 1
             channel.put(error, last=True)
             self._wake()
-        else:
-            self.channels[sequence] = channel
 
     def abort(self, sequence: Sequence, _channel: Channel) -> None:
         if sequence in self.channels:

@@ -33,6 +33,12 @@ def out_of_memory(error: RuntimeError) -> bool:
     return "out of memory" in str(error)
 
 
+def settle(device: torch.device) -> None:
+    """Wait for the step that may be under way: what it writes to, pinned memory too, may go then."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that a device has free; on the CPU those that the system gives without swapping, at most its cgroup's."""
     if device.type == "cuda":

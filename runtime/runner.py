@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -291,7 +292,8 @@ class Runner:
         key: tuple[int, _Kind] = len(ids), "related" if related else "apart"
         if key not in self._steps:
             rows = self._rows(ids, positions, slots)
-            self._steps[key] = self._recorded(rows, lambda: self.logits(rows, related))
+            runner = proxy(self)  # no circle: what waits for a garbage collection keeps its memory
+            self._steps[key] = self._recorded(rows, lambda: runner.logits(rows, related))
         step = self._steps[key]
         step.load(self._host_rows(ids, positions, slots))
         step.program.replay()

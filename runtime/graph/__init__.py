@@ -242,7 +242,9 @@ def record(forward: Callable[..., Value], inputs: int, device: torch.device) -> 
     nodes: list[Node] = []
     values = tuple(Value(nodes, 0, torch.int32) for _ in range(inputs))
     output = forward(*values)
-    return Graph(values, tuple(nodes), output, device)
+    graph = Graph(values, tuple(nodes), output, device)
+    nodes.clear()  # which every value has: a circle, in which weights and caches would wait for a garbage collection
+    return graph
 
 
 Alone = Callable[[Value], bool]

@@ -37,6 +37,7 @@ def requests() -> list[tuple[list[int], dict[str, Any]]]:
         own = [rng.randrange(VOCABULARY) for _ in range(rng.choice((0, 1, 3, 17, 40)))]
         prompt = base[: rng.choice((1, 5, 63, 64, 65, 100, 127, 128, 129, 200, 256, 300))] + own
         params = kinds[i % len(kinds)] | dict(seed=i, max_tokens=rng.choice((1, 2, 7, 30, 70, 100)), ignore_eos=True)
+        params["min_tokens"] = min(params.get("min_tokens", 0), params["max_tokens"])
         made.append((prompt, params))
     return made
 

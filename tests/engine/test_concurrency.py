@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -365,6 +366,20 @@ def test_the_thread_ends_with_the_model(stories: Path) -> None:
     del stream
     gc.collect()
     assert not thread.is_alive()
+
+
+@pytest.mark.usefixtures("uncollected")
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_dropped_model_gives_its_memory_back_at_once(graph: bool, stories: Path) -> None:
+    """Without a garbage collection, which may be long in coming: the next model may need that memory."""
+    llm = LLM(stories, device="cpu", graph=graph, speculate="ngram")
+    llm.generate(["Once upon", "One"], max_tokens=30)
+    llm.logits([1, 2, 3])
+    next(llm.stream("Once", GREEDY))
+    runner = llm.runner
+    held = [weakref.ref(each) for each in (llm.engine, runner, runner.model, runner.cache.keys[0], runner.cache.tables)]
+    del llm, runner
+    assert [each() for each in held] == [None] * len(held)
 
 
 @pytest.mark.parametrize("ending", ["pass", "sys.exit(7)", "raise ValueError", "os.kill(os.getpid(), signal.SIGINT)"])

@@ -1,5 +1,6 @@
 """Generation on the GPU: the CPU's tokens, and the same tokens however they are computed."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -325,6 +326,22 @@ def test_context_limit(demo: Path) -> None:
     output = llm.generate("Once upon a time", max_tokens=-1, temperature=0, ignore_eos=True)
     assert (output.finish_reason, output.limit) == ("length", "context")
     assert output.timings.prompt_tokens + output.timings.generated_tokens == 48
+
+
+def test_a_dropped_model_gives_its_memory_back_at_once(demo: Path) -> None:
+    """Without a garbage collection: the next model may need that memory."""
+    gc.disable()
+    try:
+        held = torch.cuda.memory_allocated()
+        llm = LLM(demo, "cuda")
+        llm.generate(PROMPTS * 2, max_tokens=40, logprobs=1)
+        llm.generate(PROMPTS, max_tokens=40, repetition_penalty=1.1)
+        next(llm.stream(PROMPTS[0], max_tokens=40))
+        assert torch.cuda.memory_allocated() > held
+        del llm
+        assert torch.cuda.memory_allocated() == held
+    finally:
+        gc.enable()
 
 
 def test_memory_is_refused_with_numbers() -> None:

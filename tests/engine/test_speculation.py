@@ -221,13 +221,17 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+def shortened(params: SamplingParams, most: int) -> SamplingParams:
+    return dataclasses.replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+
+
 def asked(count: int) -> list[tuple[str, SamplingParams]]:
     """Prompts that say things twice, in all kinds of sampling."""
     rng, made = random.Random(3), []
     for i in range(count):
         phrase = " ".join(rng.choices(WORDS, k=rng.randrange(2, 9)))
         prompt = " ".join([rng.choice(WORDS), *[phrase] * rng.randrange(1, 4), *rng.choices(WORDS, k=rng.randrange(2))])
-        made.append((prompt, SamplingParams(seed=i, max_tokens=rng.choice((1, 2, 3, 30, 80)), **KINDS[i % len(KINDS)])))
+        made.append((prompt, shortened(SamplingParams(seed=i, **KINDS[i % len(KINDS)]), rng.choice((1, 2, 3, 30, 80)))))
     return made
 
 
@@ -279,7 +283,7 @@ def test_an_end_anywhere_in_a_draft(
         assert got.timings.accepted_tokens >= (len(whole.token_ids) - 1) * 0.7
     for cut in (1, 2, 7, len(whole.token_ids) - 1):
         if 0 < cut < len(whole.token_ids):
-            shorter = dataclasses.replace(params, max_tokens=cut)
+            shorter = shortened(params, cut)
             assert said(llm.generate(prompt, shorter)) == said(plain.generate(prompt, shorter))
             if params.min_tokens == 0 and params.schema is None:
                 stopped = dataclasses.replace(params, stop_token_ids=[whole.token_ids[cut]])
