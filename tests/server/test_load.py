@@ -41,9 +41,9 @@ def kinds() -> list[tuple[bool, Any, dict[str, Any]]]:
     made = []
     for i in range(KINDS):
         prompt = rng.choice(bases)[: rng.choice((40, 250, 400))] + " ".join(rng.choices(WORDS, k=rng.randrange(4)))
-        made.append(
-            (i % 3 == 0, prompt, sampling[i % len(sampling)] | dict(seed=i, max_tokens=rng.choice((3, 20, 60))))
-        )
+        options = sampling[i % len(sampling)] | dict(seed=i, max_tokens=rng.choice((3, 20, 60)))
+        options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
+        made.append((i % 3 == 0, prompt, options))
     return made
 
 
