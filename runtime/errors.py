@@ -40,6 +40,10 @@ class RequestError(NibbleLMError):
     """A generation request is invalid: prompt too long, parameter out of range, unknown argument."""
 
 
+class EngineFullError(RequestError):
+    """As many requests are unfinished as there may be: it can be entered once one of them has ended."""
+
+
 class SchemaError(RequestError):
     """A JSON schema, a regular expression or a grammar for an answer cannot be followed."""
 

@@ -7,6 +7,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+BACKLOG = 64
+"""Pieces that wait for a reader before its sequence sits out; it goes on when half of them are read."""
+
 
 class Readable(Protocol):
     """What a Reader asks of `engine_core.Handle`."""
@@ -140,6 +143,14 @@ class Channel:
     @property
     def backlog(self) -> int:
         return self.sent - self.read
+
+    @property
+    def full(self) -> bool:
+        return self.stream and self.backlog >= BACKLOG
+
+    @property
+    def caught_up(self) -> bool:
+        return self.backlog <= BACKLOG // 2
 
     def put(self, item: Any, last: bool = False) -> None:
         if self.stream or last:

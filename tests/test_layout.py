@@ -21,7 +21,7 @@ LAYERS = [
     ["tokenizer", "rope_scaling", "rope", "kv_cache", "weights", "random_weights", "layers"],
     ["models"],
     "shapes decode_steps prompt_steps mixed_steps runner sampling_params sampler stats structured benchmark".split()
-    + "prompts request scheduler speculation choosing executor readers engine_core engine".split(),
+    + "prompts request scheduler speculation choosing executor readers engine_thread engine_core engine".split(),
     ["evaluation"],
     ["converter"],
     ["server"],

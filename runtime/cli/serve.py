@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     sys.setswitchinterval(SWITCH_S)
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    print(f"nibblelm: serving {names[0]} on http://{shown}:{port}", file=sys.stderr, flush=True)
-    return serve(llm, names, listening, options)
+    line = f"nibblelm: serving {names[0]} on http://{shown}:{port}"
+    return serve(llm, names, listening, options, lambda: print(line, file=sys.stderr, flush=True))
 
 
 def _keys(path: Path | None) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nibblelm.errors import EngineError, NibbleLMError, SchemaError, printable
+from nibblelm.errors import EngineError, EngineFullError, NibbleLMError, SchemaError, printable
 from nibblelm.request import GenerationOutput
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -43,6 +43,8 @@ def as_api_error(error: NibbleLMError, param: str | None = None) -> ApiError:
     if isinstance(error, SchemaError):
         named = next((name for name in ("regex", "grammar") if str(error).startswith(f"the {name} ")), None)
         return ApiError(422, str(error), param=param or named or "response_format", code="unsupported_schema")
+    if isinstance(error, EngineFullError):
+        return ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"})
     return ApiError(400, str(error), param=param)
 
 

@@ -9,7 +9,7 @@ import socket
 import sys
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -78,8 +78,15 @@ def bound(host: str, port: int) -> socket.socket:
         raise RequestError(f"cannot listen on {host}, port {port}: {error}; choose others (--host, --port)") from error
 
 
-def serve(llm: LLM, names: Sequence[str], listening: socket.socket, options: Options) -> int:
-    """Serve until SIGTERM, SIGINT or the end of the engine; the exit code. Run by the main thread.
+def serve(
+    llm: LLM,
+    names: Sequence[str],
+    listening: socket.socket,
+    options: Options,
+    ready: Callable[[], object] = lambda: None,
+) -> int:
+    """Serve until SIGTERM, SIGINT or the end of the engine; the exit code. Run by the main thread. `ready` is called
+    once signals are heeded.
 
     SIGTERM: nothing new, what runs has `drain_s` to end; 0. A second one, or SIGINT: at once; 130 after SIGINT.
     """
@@ -91,7 +98,7 @@ def serve(llm: LLM, names: Sequence[str], listening: socket.socket, options: Opt
     llm.engine.start()
     config = configured(application(service, options.keys, options.origins, options.log))
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-        return runner.run(_run(service, config, listening, options.drain_s))
+        return runner.run(_run(service, config, listening, options.drain_s, ready))
 
 
 def configured(app: ASGIApp) -> uvicorn.Config:
@@ -122,11 +129,14 @@ class Server(uvicorn.Server):
         await self._serve(sockets)  # without its signal handlers, which know no draining
 
 
-async def _run(service: Service, config: uvicorn.Config, listening: socket.socket, drain_s: float) -> int:
+async def _run(
+    service: Service, config: uvicorn.Config, listening: socket.socket, drain_s: float, ready: Callable[[], object]
+) -> int:
     server, loop = Server(config), asyncio.get_running_loop()
     received: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, received.put_nowait, number)
+    ready()
     serving = asyncio.create_task(server.serve([listening]))
     stopped = asyncio.create_task(received.get())
     failed = asyncio.create_task(service.engine_failed.wait())

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from nibblelm import LLM, SamplingParams, StreamPiece
-from nibblelm.engine_core import BACKLOG, Engine, Handle
+from nibblelm.engine_core import Engine, Handle
 from nibblelm.errors import EngineError, RequestError
 from nibblelm.pages import PAGE
-from nibblelm.readers import Channel, collect
+from nibblelm.readers import BACKLOG, Channel, collect
 from nibblelm.request import Request
 from nibblelm.runner import Runner
 from nibblelm.scheduler import Scheduler
@@ -343,10 +343,29 @@ def test_a_failed_step_ends_every_request_and_the_engine_says_so(llm: LLM, monke
     llm.close()
 
 
+@pytest.mark.parametrize("place", [(Scheduler, "add"), (Scheduler, "remove"), (Channel, "put")], ids=str)
+def test_nobody_waits_for_an_engine_that_ends_over_a_request(
+    place: tuple[Any, str], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it fails to enter one, to take back what it had, or to hand out its last piece."""
+    method = getattr(*place)
+
+    def broken(self: Any, what: Any, last: bool = True) -> None:
+        if last and not isinstance(what, EngineError):
+            raise MemoryError("no room")
+        method(self, what, last)  # of `put` alone: of a piece before the last, of the error that tells of the failure
+
+    monkeypatch.setattr(*place, broken)
+    with pytest.raises(EngineError, match="no room"):
+        llm.generate("Once", GREEDY)
+    assert (llm.engine.unfinished, llm.engine.stats.stalled_s) == (0, 0.0)
+
+
 def test_close_ends_what_is_unfinished(llm: LLM) -> None:
     stream = llm.stream("Once", SamplingParams(max_tokens=400, ignore_eos=True))
     next(stream)
     llm.close()
+    assert (llm.engine.unfinished, llm.engine.stats.stalled_s, llm.engine.stats.finished["error"]) == (0, 0.0, 1)
     with pytest.raises(EngineError, match="closed"):
         list(stream)
     with pytest.raises(EngineError, match="closed"):
@@ -525,16 +544,27 @@ def test_several_readers_of_one_request_all_end(llm: LLM) -> None:
         aborted.result()
 
 
-def test_two_event_loops_tasks_on_one_request(llm: LLM) -> None:
+def test_two_event_loops_tasks_on_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused, decode = threading.Event(), Runner.decode
+
+    def waiting(*args: Any) -> Any:  # else the first might have all of it before the second comes
+        refused.wait(PATIENCE_S)
+        return decode(*args)
+
     async def both() -> list[object]:
         handle = llm.submit(PROMPTS[0], GREEDY)
 
         async def read() -> list[int | None]:
-            return [piece.token_id async for piece in handle]
+            try:
+                return [piece.token_id async for piece in handle]
+            finally:
+                refused.set()
 
         return await asyncio.wait_for(asyncio.gather(read(), read(), return_exceptions=True), PATIENCE_S)
 
-    first, second = asyncio.run(both())
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "decode", waiting)
+        first, second = asyncio.run(both())
     assert isinstance(second, RequestError)
     assert "already" in str(second)
     assert first == llm.generate(PROMPTS[0], GREEDY).token_ids
@@ -555,7 +585,8 @@ def test_to_come_back_to_a_request_that_was_left_is_an_error(llm: LLM) -> None:
     async def read(handle: Handle) -> None:
         async for _ in handle:
             break
-        await asyncio.sleep(0.2)
+        while not handle._ended:
+            await asyncio.sleep(0.01)
         async for _ in handle:
             pass
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nibblelm import LLM, SamplingParams, StreamPiece, convert, engine_core, ops
+from nibblelm import LLM, SamplingParams, StreamPiece, convert, ops, readers
 from nibblelm.engine_core import Engine, Handle
 from nibblelm.executor import Executor
 from nibblelm.pages import page_count
@@ -138,7 +138,7 @@ class Reader:
 
 def run(llm: LLM, schedule: dict[str, Any], alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> int:
     """Compute a schedule; returns how many tokens were drafted rightly."""
-    monkeypatch.setattr(engine_core, "BACKLOG", schedule["backlog"])
+    monkeypatch.setattr(readers, "BACKLOG", schedule["backlog"])
     speculation = None
     if schedule["drafts"] is not None:
         rng = random.Random(schedule["drafts"])

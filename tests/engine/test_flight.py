@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from nibblelm import LLM, SamplingParams, choosing, decode_steps, engine_core, executor, mixed_steps, readers, scheduler
+from nibblelm import LLM, SamplingParams, choosing, decode_steps, executor, mixed_steps, readers, scheduler
 from nibblelm.decode_steps import DecodeStep, SampledSteps
+from nibblelm.engine_thread import Core
 from nibblelm.kv_cache import KVCache
 from nibblelm.ops import PAGE, SamplingState
 from nibblelm.ops.devices import kernels
@@ -287,7 +288,7 @@ def test_a_parked_sequence_that_gets_another_token_goes_on() -> None:
                 read(40)
             return self.sent - self.read
 
-    core = engine_core._Core.__new__(engine_core._Core)
+    core = Core.__new__(Core)
     core.inbox, core.stats, core.finished, core.end = SimpleQueue(), Stats(), 0, None
     core._scheduler, core._speculation, core.channels = Scheduler(2, 64, (512, 64)), None, {}
     piece = SimpleNamespace(output=None, token_id=None)
@@ -298,12 +299,12 @@ def test_a_parked_sequence_that_gets_another_token_goes_on() -> None:
         for _ in range(pieces):
             channel.items.get()
             channel.read += 1
-            if channel.held and channel.sent - channel.read <= engine_core.BACKLOG // 2:
+            if channel.held and channel.sent - channel.read <= readers.BACKLOG // 2:
                 core.inbox.put((core.resume, (sequence, channel)))
 
     core.add(sequence, channel)
     core._scheduler.plan()
-    for _ in range(engine_core.BACKLOG):
+    for _ in range(readers.BACKLOG):
         core._deliver(sequence, Sampled(5))
     assert sequence.parked
     channel.looks = 2

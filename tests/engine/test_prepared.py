@@ -97,7 +97,7 @@ def test_prompts_find_what_they_would_wait_for(data_dir: Path, made: list[tuple[
     assert llm.engine.prepared
     llm.engine.start()
     assert not llm.engine.prepared
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not llm.engine.prepared and llm.engine.end is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert llm.engine.prepared

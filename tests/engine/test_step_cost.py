@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from nibblelm import SamplingParams
-from nibblelm.engine_core import BACKLOG, Engine
+from nibblelm.engine_core import Engine
 from nibblelm.pages import PAGE, page_count
 from nibblelm.prompt_steps import Prompt
+from nibblelm.readers import BACKLOG
 from nibblelm.request import Request
 from nibblelm.scheduler import Scheduler
 

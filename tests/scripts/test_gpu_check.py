@@ -86,7 +86,7 @@ def test_every_card_takes_the_next_row_and_one_that_fails_loses_no_other(
 ) -> None:
     (tmp_path / "bin" / "python3").write_text(
         "#!/bin/sh\ncase $* in *device_count*) echo 2 ;; *falcon*) exit 3 ;; *nibblelm*) "
-        'sleep 0.1; echo "{\\"device\\": \\"$6\\", \\"shape\\": \\"$9\\"}" ;; esac\n'
+        'sleep 0.5; echo "{\\"device\\": \\"$6\\", \\"shape\\": \\"$9\\"}" ;; esac\n'
     )
     result = check("--tree", TREE, "families")
     assert result.returncode == 1, result

@@ -48,7 +48,7 @@ def test_rows_stay_when_a_format_fails(tmp_path: Path, script: Callable[..., Any
     runner, site, record = tmp_path / "runner.py", tmp_path / "site", tmp_path / "peers.json"
     runner.write_text(RUNNER)
     site.mkdir()
-    options = ["--runner", runner, "--site", site, "--json", record, "--tree", TREE, "--limit", 5]
+    options = ["--runner", runner, "--site", site, "--json", record, "--tree", TREE, "--limit", 20]
     result = script("bench_gpu_peers.py", *options)
     assert result.returncode == 1, result.stderr
     assert "ended with -9" in result.stderr

@@ -55,6 +55,16 @@ def test_logits_that_are_not_finite_end_one_request(running: Any) -> None:
     assert server.ask({"prompt": "The dog"})[0] == 200
 
 
+def test_an_engine_that_is_full_is_asked_again_later(running: Any) -> None:
+    """Others may have entered requests beside the server's, or those of clients that left are not gone yet."""
+    server = running()
+    server.service.llm.engine.most = 1
+    status, text = server.ask({"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "n": 2})
+    assert (status, json.loads(text)["error"]["code"]) == (429, "queue_full")
+    assert wait_for(lambda: server.service.llm.engine.unfinished == 0)
+    assert server.ask({"prompt": "Once"})[0] == 200
+
+
 def test_a_request_that_takes_too_long(running: Any) -> None:
     server = running(timeout_s=0.15)
     long = {"prompt": "Once", "max_tokens": 500, "ignore_eos": True, "n": 20}
@@ -63,7 +73,7 @@ def test_a_request_that_takes_too_long(running: Any) -> None:
     status, text = server.ask(long | {"stream": True})
     assert status == 200
     assert json.loads(text.strip().rpartition("data: ")[2])["error"]["code"] == "timeout"
-    assert wait_for(lambda: server.service.unfinished == 0)  # the answer is out a moment before its room is free
+    assert wait_for(lambda: server.service.unfinished == 0)
 
 
 def test_a_silent_stream_is_kept_alive(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +145,7 @@ def test_a_connection_that_is_reset_leaves_nothing(running: Any) -> None:
             assert connection.recv(9) == b"HTTP/1.1 "
             connection.close()  # with more to be read, which resets it
     begun = time.monotonic()
-    assert wait_for(lambda: alive() == before)
+    assert wait_for(lambda: alive() <= before)  # what an earlier test has left may go meanwhile
     assert time.monotonic() - begun < listen.KEEP_ALIVE_S / 2
 
 
@@ -153,11 +163,12 @@ def test_clients_that_never_come_to_the_point(running: Any, monkeypatch: pytest.
     endless.sendall(b"a" * (4 << 20))
     assert b" 431 " in endless.recv(4096)
     assert closes(endless)
+    again = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
+    again.connect()
     monkeypatch.setattr(listen, "HEAD_S", 2.0)
     silent, slow, headless = (server.connect() for _ in range(3))
     slow.sendall(b"POST /v1/comp")
     headless.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
-    again = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     for _ in range(2):  # on one connection, which is kept for longer than a head may take
         again.request("GET", "/health")
         assert again.getresponse().read() == b'{"status": "ok"}'

@@ -115,7 +115,7 @@ def test_every_answer_is_what_it_is_alone(drafts: bool, serving: Any, folder: Pa
 
     for kind, got in zip(order, asyncio.run(everything()), strict=True):
         assert got == want[kind], requests[kind]
-    assert wait_for(lambda: idle(server))  # the last piece is out a moment before its pages are back
+    assert wait_for(lambda: idle(server))
     seen = server.metrics()
     assert seen["num_preemptions_total"] > 0
     assert seen["prefix_cache_hits_total"] > 1000

@@ -227,6 +227,12 @@ def test_sigterm_lets_what_runs_come_to_its_end(serving: Any, folder: Path) -> N
     assert "24 outputs have 600 s to end" in "".join(server.log)
 
 
+def test_sigterm_as_soon_as_it_says_that_it_serves(serving: Any, folder: Path) -> None:
+    server = serving(folder)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.ended() == 0
+
+
 @pytest.mark.parametrize(
     ("options", "signals", "code"),
     [(("--drain", "600"), [signal.SIGTERM, signal.SIGTERM], 0), (("--drain", "0"), [signal.SIGINT], 130)],
@@ -270,7 +276,9 @@ def test_killed_and_started_again(serving: Any, folder: Path) -> None:
     port = str(server.port)
     again = subprocess.Popen([*COMMAND, str(folder), "--port", port], stderr=subprocess.PIPE, text=True)
     try:
-        assert wait_for(lambda: server.request("GET", "/health")[0] == 200 if listens(server.port) else False)
+        assert wait_for(lambda: again.poll() is not None or listens(server.port))
+        assert again.poll() is None, again.communicate()[1]
+        assert wait_for(lambda: server.request("GET", "/health")[0] == 200)
         taken = subprocess.run(
             [*COMMAND, str(folder), "--port", port], capture_output=True, text=True, check=False, timeout=PATIENCE_S
         )

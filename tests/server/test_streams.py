@@ -38,22 +38,27 @@ def test_choices_that_differ_in_a_text_are_written_as_json_writes_them() -> None
 
 
 def test_a_client_that_does_not_read_is_waited_for(running: Any) -> None:
-    server = running()
-    whole = json.loads(server.ask(LONG)[1])["choices"][0]["text"]
+    server, long = running(), LONG | {"max_tokens": 480}  # more than it takes to fill all that is between the two
+    whole = json.loads(server.ask(long)[1])["choices"][0]["text"]
     server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # which connections inherit
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", server.port))
-        body = json.dumps(LONG | {"stream": True}).encode()
+        body = json.dumps(long | {"stream": True}).encode()
         head = "POST /v1/completions HTTP/1.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
         client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        before, stats = -1, server.service.llm.engine.stats
-        while before < (before := stats.generated_tokens):
-            time.sleep(0.5)
-        assert before < 2 * LONG["max_tokens"], "what cannot be sent is not computed"
-        lines = Metrics(server.service).text().decode().splitlines()
-        shown = [line.removeprefix("nibblelm:num_requests_") for line in lines if line.startswith("nibblelm:num_req")]
-        assert shown == ["running 0.0", "waiting 0.0", "paused 1.0"]
+
+        def shown() -> list[str]:
+            lines = Metrics(server.service).text().decode().splitlines()
+            return [
+                line.removeprefix("nibblelm:num_requests_") for line in lines if line.startswith("nibblelm:num_req")
+            ]
+
+        assert wait_for(lambda: shown() == ["running 0.0", "waiting 0.0", "paused 1.0"])
+        stats = server.service.llm.engine.stats
+        before = stats.generated_tokens
+        time.sleep(0.5)
+        assert stats.generated_tokens == before < 2 * long["max_tokens"], "what cannot be sent is not computed"
         got = b"".join(iter(lambda: client.recv(1 << 16), b""))
     parts = got.partition(b"\r\n\r\n")[2].split(b"\r\n")  # sizes, and chunks between them
     assert [int(size, 16) for size in parts[:-3:2]] == [*map(len, parts[1:-3:2])]
