@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -45,10 +46,12 @@ class Core:
             with torch.inference_mode():
                 while self.heard():
                     self.step()
-            settle(self.runner.device)
             self.stop("it was closed")
         except BaseException as error:
             self.stop(f"a step failed with {type(error).__name__}: {error}", error)
+        finally:
+            with suppress(RuntimeError):  # of a card that has failed
+                settle(self.runner.device)
 
     def stop(self, why: str, cause: BaseException | None = None) -> None:
         """Give every request its error, and those to come."""
@@ -58,7 +61,7 @@ class Core:
             error.__cause__ = cause
             return error
 
-        self.end = ended
+        self.end, self.stats.idle = ended, True
         while not self.inbox.empty():
             method, args = self.inbox.get()
             if method == self.add:
@@ -67,7 +70,6 @@ class Core:
             self.stats.end("error")
             channel.put(ended(), last=True)
         self.channels.clear()
-        self.stats.idle = True
         self._wake()
 
     def add(self, sequence: Sequence, channel: Channel) -> None:

@@ -54,10 +54,10 @@ def read_common(f: Fields, generation_config: dict[str, Any], **others: int | No
         f.refuse("ignore_eos", True, "false where the answer follows a schema, which ends it")
     if guided and given.get("min_tokens"):
         f.refuse("min_tokens", given["min_tokens"], "0 where the answer follows a schema, which may have to end before")
-    least, most = given.get("min_tokens", 0), others["max_tokens"]
-    if most is not None and 0 < most < least:
-        f.refuse("min_tokens", least, f"at most {most}, the most tokens of the answer")
-    return Common(SamplingParams(**others, **given).resolve(generation_config), n, stream, usage, guided)
+    params = SamplingParams(**others, **given)
+    if params.max_tokens is not None and 0 < params.max_tokens < params.min_tokens:
+        f.refuse("min_tokens", params.min_tokens, f"at most {params.max_tokens}, the most tokens of the answer")
+    return Common(params.resolve(generation_config), n, stream, usage, guided)
 
 
 def _guided(f: Fields) -> dict[str, Any]:

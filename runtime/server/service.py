@@ -15,7 +15,7 @@ from starlette.types import Receive
 
 from nibblelm.engine import LLM
 from nibblelm.engine_core import Handle
-from nibblelm.errors import NibbleLMError, RequestError, SchemaError
+from nibblelm.errors import EngineFullError, NibbleLMError, RequestError, SchemaError
 from nibblelm.readers import collect
 from nibblelm.request import GenerationOutput, Request
 from nibblelm.sampling_params import SamplingParams
@@ -242,6 +242,7 @@ class Service:
         except NibbleLMError as error:
             for handle in handles:
                 handle.abort()
+            self.refused += isinstance(error, EngineFullError)
             raise self._failed(error) from error
         return handles
 

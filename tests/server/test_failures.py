@@ -59,9 +59,12 @@ def test_an_engine_that_is_full_is_asked_again_later(running: Any) -> None:
     """Others may have entered requests beside the server's, or those of clients that left are not gone yet."""
     server = running()
     server.service.llm.engine.most = 1
-    status, text = server.ask({"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "n": 2})
-    assert (status, json.loads(text)["error"]["code"]) == (429, "queue_full")
-    assert wait_for(lambda: server.service.llm.engine.unfinished == 0)
+    for refused, stream in enumerate((False, True), 1):
+        response = server.begin({"prompt": "Once", "max_tokens": 400, "ignore_eos": True, "n": 2, "stream": stream})
+        assert (response.status, response.headers["retry-after"]) == (429, "1")
+        assert json.loads(response.read())["error"]["code"] == "queue_full"
+        assert (server.service.refused, server.service.unfinished) == (refused, 0)
+        assert wait_for(lambda: server.service.llm.engine.unfinished == 0)
     assert server.ask({"prompt": "Once"})[0] == 200
 
 

@@ -10,6 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from nibblelm.server import sampling_fields
+
 USER: list[Any] = [{"role": "user", "content": "a dog who lost his ball"}]
 PERSON = {
     "type": "object",
@@ -91,6 +93,20 @@ def test_what_cannot_be_followed(body: Any, status: int, param: str, message: st
     got, answer, _ = server.request("POST", "/v1/completions", {"prompt": "A", **body})
     assert (got, answer["error"]["param"]) == (status, param)
     assert message in answer["error"]["message"]
+
+
+def test_null_is_as_good_as_nothing(server: Any) -> None:
+    """In every field that both endpoints have, and in those of one."""
+    fields = dict.fromkeys(
+        [*sampling_fields._READERS, "n", "stream", "max_tokens", "response_format", "regex", "logprobs"]
+    )
+    for path, body in (
+        ("/v1/completions", {"prompt": "A", "echo": None}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A"}], "max_completion_tokens": None}),
+    ):
+        for limit in {}, {"max_tokens": 4}:
+            status, answer, _ = server.request("POST", path, fields | body | limit)
+            assert status == 200, answer
 
 
 def test_what_turns_out_in_a_stream(server: Any) -> None:
