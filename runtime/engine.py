@@ -21,7 +21,7 @@ from nibblelm.kv_cache import bytes_per_page, bytes_per_token
 from nibblelm.memory import free_memory, require_memory
 from nibblelm.models import family, open_model, tensor_plan
 from nibblelm.ops import PROMPT_TILE
-from nibblelm.ops.devices import kernels
+from nibblelm.ops.devices import kernels, reclaim
 from nibblelm.pages import PAGE, page_count
 from nibblelm.prompt_steps import PREFILL_CHUNK, program_bytes, workspace_bytes
 from nibblelm.prompts import Prompt, plain_messages, prompt_ids, prompt_list
@@ -120,6 +120,7 @@ class LLM:
         check_tensors(checkpoint, tensor_plan(checkpoint.config), self.config.tied)
         logits = self._kept_logits(0 if drafts is None else drafts.most_rows)
         programs = program_bytes(self.config, self.device, logits) if graph else 0
+        reclaim(self.device)
         self.kv_pages = self._plan_pages(checkpoint, kv_memory, max_context is not None, programs)
         if self.kv_pages < least_pages(self.max_context, self.config.window):
             self.max_context = min(self.max_context, self.kv_tokens)
@@ -127,8 +128,7 @@ class LLM:
         network = family(checkpoint.config).Model(weights, self.config, self.max_context)
         self.runner = Runner(network, self.device, self.kv_dtype, self.max_context, graph)
         self.runner.reserve(self.max_sequences + 1, self.kv_pages + 1)
-        budget = STEP_TOKENS[self.device.type]
-        scheduler = Scheduler(self.max_sequences, self.kv_pages, budget, self.config.window)
+        scheduler = Scheduler(self.max_sequences, self.kv_pages, STEP_TOKENS[self.device.type], self.config.window)
         self.engine = Engine(self.runner, scheduler, speculation=drafts)
         self.weight_bytes = weights.streamed_bytes
         self.load_s = time.perf_counter() - begun

@@ -9,6 +9,7 @@ from nibblelm.ops.cuda_device import (
     capture,
     on_card,
     programmatic_launch,
+    reclaim,
     require,
     wgmma,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "pack_linear",
     "programmatic_launch",
     "read_pinned",
+    "reclaim",
     "relu",
     "require",
     "rms_norm",

@@ -152,6 +152,14 @@ def between_captures() -> Iterator[None]:
         yield
 
 
+def reclaim(device: torch.device) -> None:
+    """See `devices.reclaim`."""
+    if torch.cuda.memory_reserved(device):
+        gc.collect()  # an error's traceback may have one
+        with between_captures(), torch.cuda.device(device):
+            torch.cuda.empty_cache()
+
+
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """No cycle of Python objects is collected meanwhile: what one has of CUDA's, say a program, ends a capture when it

@@ -27,3 +27,9 @@ def kernels(device: torch.device) -> str:
     from nibblelm import _cpu
 
     return _cpu.isa()
+
+
+def reclaim(device: torch.device) -> None:
+    """Give a device back what torch keeps of models that are gone, so that it counts as free."""
+    if device.type == "cuda":
+        backend(device).reclaim(device)

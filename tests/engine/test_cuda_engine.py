@@ -342,6 +342,11 @@ def test_a_dropped_model_gives_its_memory_back_at_once(demo: Path) -> None:
         assert torch.cuda.memory_allocated() == held
     finally:
         gc.enable()
+    free = torch.cuda.mem_get_info()[0]
+    pages = [LLM(demo, "cuda").kv_pages for _ in range(3)]
+    assert pages == pages[:1] * 3, "what torch keeps of the one before counts as free"
+    ops.backend(torch.device("cuda", 0)).reclaim(torch.device("cuda", 0))
+    assert torch.cuda.mem_get_info()[0] >= free
 
 
 def test_memory_is_refused_with_numbers() -> None:
