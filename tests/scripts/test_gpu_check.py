@@ -75,7 +75,7 @@ def test_what_is_missing_is_named(check: Callable[..., Any]) -> None:
         (["peers"], 2, "pass --tree"),
         (["--tree", TREE, "nonsense"], 2, "unknown argument 'nonsense'"),
         (["--tree", TREE, "vllm-folders"], 1, "pass --vllm DIR"),
-        (["--tree", TREE, "--limit", "0", "serve", "cards"], 1, "== cards: not run, 0 of 0 seconds are over"),
+        (["--tree", TREE, "--limit", "0", "serve", "cards"], 1, " of 0 seconds are over\n== cards: not run, "),
     ):
         result = check(*arguments)
         assert (result.returncode, message in result.stdout + result.stderr) == (code, True), result
