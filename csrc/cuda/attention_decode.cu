@@ -5,7 +5,7 @@ namespace nibblelm::cuda {
 
 int64_t attention_workspace(const AttentionArgs& a) {
   int64_t bytes{0};
-  const auto count = [&]<class S, class T>() { bytes = Division::of(a, choose<S, T, false>(a)).chunks.bytes; };
+  const auto count = [&]<class S, class T>() { bytes = Division::of<T>(a, choose<S, T, false>(a)).chunks.bytes; };
   return with_tensor_cores<false>(a, count) ? bytes : attention_workspace_fma(a);
 }
 

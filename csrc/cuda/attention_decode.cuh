@@ -55,7 +55,7 @@ struct Share {
   __device__ __forceinline__ static Share of(const AttentionArgs& a, int64_t row, int slot, int position,
                                              int most_groups) {
     const Interval range = kPlain ? attended_plain(a, slot, position) : attended(a, row, slot, position);
-    Share share{slot, position, range, Plan::of(range, most_groups)};
+    Share share{slot, position, range, Plan::of<typename F::T>(range, most_groups)};
     share.take(F::kParts == 1 ? static_cast<int>(blockIdx.x) : 0, share.together());
     return share;
   }
@@ -534,9 +534,10 @@ Choice choose(const AttentionArgs& a) {
   }
   if constexpr (S::kExact || kFused) {
     if (many) return choice<ManyForm<S, T>, false, kFused>(a);
+    // With rotation or without: the workspace is that of the latter.
     if constexpr (S::kExact)
-      if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<S, T>::kBytes)
-        return choice<LongForm<S, T>, false, kFused>(a);
+      if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<S, T, false>::kBytes)
+        return choice<LongForm<S, T, kFused>, false, kFused>(a);
     return choice<RowForm<S, T>, false, kFused>(a);
   }
 }
@@ -552,6 +553,7 @@ struct Division {
   int partials;     // in device memory, of a head, at most
   RowChunks chunks;
 
+  template <class T>
   static Division of(const AttentionArgs& a, const Choice& chosen) {
     Division d{};
     d.head_groups = ceil_div(a.heads / a.cache.kv_heads, kHeads);
@@ -559,8 +561,8 @@ struct Division {
     d.most_groups = static_cast<int>(
         std::bit_floor(static_cast<unsigned>(std::clamp(kBlocksPerRow / (kGroup * d.per_row), 1, kMaxSplits))));
     const int capacity = a.cache.capacity(), wanted = ceil_div(capacity, kGroup * kPartPositions);
-    d.row_groups = std::min(capacity > kLongRow ? 2 * d.most_groups : d.most_groups,
-                            static_cast<int>(std::bit_ceil(static_cast<unsigned>(wanted))));
+    d.row_groups =
+        std::min(groups_of<T>(capacity, d.most_groups), static_cast<int>(std::bit_ceil(static_cast<unsigned>(wanted))));
     d.blocks = kGroup * d.row_groups, d.partials = d.blocks / chosen.cluster;
     if (chosen.parts > 1) {
       d.blocks = 1;
@@ -577,7 +579,7 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   if (a.rows == 0) return;
   const auto what = [&] { return describe(kFused ? "rope_attention" : "attention", a); };
   const Choice chosen = choose<S, T, kFused>(a);
-  const Division division = Division::of(a, chosen);
+  const Division division = Division::of<T>(a, chosen);
   allow_shared_memory(chosen.kernel, chosen.bytes, what);
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;

@@ -16,18 +16,26 @@ constexpr int kGroup{8};                    // parts that are merged first; wher
 constexpr int kLeastSpan{64};               // spans are multiples of it: a tile for each warp
 constexpr int kPartPositions{256};          // positions of a part from which on a second group is worth its merge
 constexpr int kBlocksPerRow{64};            // at most, of one row: half of a large card's multiprocessors
-constexpr int kLongRow{16384};              // longer rows have twice as many
+constexpr int kLongRow{16384};              // longer rows have more
 static_assert(kPartPositions >= kMinSpan);  // attention_workspace() counts splits of that size
+
+// Groups of parts, at most, of a row of `length` positions. `most`: of one that is not long. In int8 the warps of one
+// block a multiprocessor, which is all that fits beside the linears, wait for latencies, not for memory.
+template <class T>
+__host__ __device__ constexpr int groups_of(int length, int most) {
+  return length <= kLongRow ? most : sizeof(T) == 1 && length > 2 * kLongRow ? 4 * most : 2 * most;
+}
 
 // Groups are a power of two, so that finding one's place takes no division.
 struct Plan {
   int length;
   int span;  // positions a part
 
-  // `most_groups`: of a row that is not long.
+  // `most_groups`: of a row that is not long. T: of the cache.
+  template <class T>
   __device__ __forceinline__ static Plan of(Interval range, int most_groups) {
     const int length = range.end - range.first, over = max(length - 1, 0) / (kGroup * kPartPositions);
-    const int parts = kGroup * min(length > kLongRow ? 2 * most_groups : most_groups, 1 << (kWarp - __clz(over)));
+    const int parts = kGroup * min(groups_of<T>(length, most_groups), 1 << (kWarp - __clz(over)));
     const int even = (length + parts - 1) >> (31 - __clz(parts));
     return {length, (max(even, 1) + kLeastSpan - 1) / kLeastSpan * kLeastSpan};
   }
@@ -86,9 +94,10 @@ struct Form : Size {
 template <class S, class T>
 using RowForm = Form<S, T, S::D == 256 ? 96 << 10 : 64 << 10, kGroup, S::D == 256 ? 2 : 4>;
 // One row that may be long: no two blocks on one multiprocessor, and no clusters, which would crowd some parts of the
-// device and leave others empty.
-template <class S, class T>
-using LongForm = Form<S, T, 128 << 10, 1, 1>;
+// device and leave others empty. With rotation it comes behind linears of one row, beside whose blocks one of these
+// fits, and has its first tiles by the time they end; without, only its size keeps a second one away.
+template <class S, class T, bool kFused>
+using LongForm = std::conditional_t<kFused && S::D <= 128, Form<S, T, 64 << 10, 1, 4>, Form<S, T, 128 << 10, 1, 1>>;
 // Many rows: a block has one to itself, or a good length of it, and streams through its parts without a pause. A third
 // block hides more of the way to the first tile than a longer ring.
 template <class S, class T>

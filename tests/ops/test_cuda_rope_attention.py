@@ -153,11 +153,11 @@ def test_the_newest_position_at_every_place_of_a_tile(d: int, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize(("d", "heads", "kv_heads"), [(64, 16, 8), (80, 4, 4), (96, 16, 8), (128, 8, 2), (256, 4, 2)])
 def test_of_a_long_cache(d: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
-    """Rows of more than 16,384 positions and a short one: alone (without clusters where no
-    other size shares the kernel), and the same in a batch."""
-    c = make_projection([20000, 40, 16385], heads, kv_heads, d, dtype, capacity=20000)
+    """Rows of more than 16,384 and 32,768 positions and a short one: alone (without clusters where
+    no other size shares the kernel), and the same in a batch."""
+    c = make_projection([32769, 40, 16385, 20000], heads, kv_heads, d, dtype, capacity=33000)
     whole = check_rope_attention(c)
-    for m in range(3):
+    for m in range(4):
         row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
         assert same_bits(whole[m : m + 1], check_rope_attention(c | row))
     short = {"tables": c["tables"][:, : -(-300 // PAGE)]}
