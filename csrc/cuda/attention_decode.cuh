@@ -481,7 +481,8 @@ using Kernel = void (*)(AttentionArgs, HeadArgs, Launched);
 struct Choice {
   Kernel kernel;
   int threads;
-  int bytes;    // of shared memory
+  int bytes;    // of shared memory that is asked for
+  int fixed;    // and that the kernel has
   int cluster;  // blocks
   int parts;    // at most, that a block takes
   int further;  // blocks behind those of rows, where rows may have more than their own block takes
@@ -499,9 +500,13 @@ Choice choice(const AttentionArgs& a) {
   const int bytes = F::kBytes + (F::kWarps == 1  ? kBeforeParts<F, kFused> + WarpParts<F>::bytes(heads)
                                  : F::kParts > 1 ? PartSpace<F>::bytes(heads)
                                                  : 0);
-  return {kernel,    F::kWarps * kWarp,
-          bytes,     compiled.ptxVersion >= 90 ? F::kHostCluster : 1,
-          F::kParts, further ? F::kBlocks * device_attribute(cudaDevAttrMultiProcessorCount) : 0};
+  return {kernel,
+          F::kWarps * kWarp,
+          bytes,
+          static_cast<int>(compiled.sharedSizeBytes),
+          compiled.ptxVersion >= 90 ? F::kHostCluster : 1,
+          F::kParts,
+          further ? F::kBlocks * device_attribute(cudaDevAttrMultiProcessorCount) : 0};
 }
 
 // With rotation, a soft-cap is the only option, of the head sizes of models that have one.
@@ -534,10 +539,14 @@ Choice choose(const AttentionArgs& a) {
   }
   if constexpr (S::kExact || kFused) {
     if (many) return choice<ManyForm<S, T>, false, kFused>(a);
-    // With rotation or without: the workspace is that of the latter.
     if constexpr (S::kExact)
-      if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<S, T, false>::kBytes)
-        return choice<LongForm<S, T, kFused>, false, kFused>(a);
+      if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<S, T>::kBytes) {
+        if constexpr (kFused && S::D <= 128) {
+          const Choice beside = choice<BesideForm<S, T>, false, true>(a);
+          if (fits_beside_last(beside.bytes + beside.fixed)) return beside;
+        }
+        return choice<LongForm<S, T>, false, kFused>(a);
+      }
     return choice<RowForm<S, T>, false, kFused>(a);
   }
 }
@@ -597,6 +606,7 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
     const Launched launched{first, static_cast<int>(rows), division.head_groups, division.most_groups,
                             division.partials};
     check(cudaLaunchKernelEx(&config, chosen.kernel, a, head_args, launched), what());
+    last_shared_bytes = chosen.bytes;
   });
 }
 

@@ -94,10 +94,13 @@ struct Form : Size {
 template <class S, class T>
 using RowForm = Form<S, T, S::D == 256 ? 96 << 10 : 64 << 10, kGroup, S::D == 256 ? 2 : 4>;
 // One row that may be long: no two blocks on one multiprocessor, and no clusters, which would crowd some parts of the
-// device and leave others empty. With rotation it comes behind linears of one row, beside whose blocks one of these
-// fits, and has its first tiles by the time they end; without, only its size keeps a second one away.
-template <class S, class T, bool kFused>
-using LongForm = std::conditional_t<kFused && S::D <= 128, Form<S, T, 64 << 10, 1, 4>, Form<S, T, 128 << 10, 1, 1>>;
+// device and leave others empty.
+template <class S, class T>
+using LongForm = Form<S, T, 128 << 10, 1, 1>;
+// The same where a block fits beside one of the linears, and by that alone: it has its first tiles by the time they
+// end, and the next ones have theirs. Where nothing is beside them, two would meet.
+template <class S, class T>
+using BesideForm = Form<S, T, 64 << 10, 1, 4>;
 // Many rows: a block has one to itself, or a good length of it, and streams through its parts without a pause. A third
 // block hides more of the way to the first tile than a longer ring.
 template <class S, class T>

@@ -281,6 +281,16 @@ void allow_shared_memory(Kernel* kernel, int bytes, What what) {
         what());
 }
 
+// Of what this thread has launched last: bytes of shared memory of a block.
+inline thread_local int last_shared_bytes{0};
+
+// Whether a block of so many bytes fits on a multiprocessor beside one of that kernel, and no second one.
+inline bool fits_beside_last(int bytes) {
+  constexpr int kReserved{1024};  // the system's, of each block
+  const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) - last_shared_bytes - kReserved;
+  return room >= bytes + kReserved && room < 2 * (bytes + kReserved);
+}
+
 // Launches `kernel` on `launch.stream` in clusters of `cluster` blocks, raising its shared memory limit where needed.
 // `what()` builds the text for the error message ("rms_norm x=(3, 4096) bf16") and runs only on failure.
 template <typename What, typename... Params, typename... Args>
@@ -308,6 +318,7 @@ void launch_cluster(const Launch& launch, What what, void (*kernel)(Params...), 
   if (status != cudaSuccess) {
     check(status, what());
   }
+  last_shared_bytes = static_cast<int>(shared_bytes);
 }
 
 // The same without clusters.

@@ -12,6 +12,7 @@ from nibblelm import ops
 from nibblelm.ops import cuda
 
 sys.path.insert(0, str(Path(__file__).parent))
+from cuda_weights import activations, quantized
 from kv_pages import PAGE, copied, moved, paged, paged_int8, positions_of, same_bits, stored, table_of
 
 USABLE, REASON = cuda.available()
@@ -163,6 +164,21 @@ def test_of_a_long_cache(d: int, heads: int, kv_heads: int, dtype: torch.dtype) 
     short = {"tables": c["tables"][:, : -(-300 // PAGE)]}
     row = {name: c[name][1:2] for name in ("qkv", "slots", "positions")}
     assert same_bits(whole[1:2], check_rope_attention(c | short | row))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("length", [70, 16385, 32769])
+def test_of_a_long_cache_behind_a_linear(length: int, d: int, dtype: torch.dtype) -> None:
+    """One row behind linears beside which a block fits, and alone."""
+    weight = ops.pack_linear([quantized(2048, 4096, 4, -1, "zero", BF16)[0]], DEVICE)
+    x = activations(1, 4096, BF16)
+    c = make_projection([length], 4, 2, d, dtype, capacity=33000)
+    alone = check_rope_attention(c)
+    copies = {name: copied(c[name]) for name in ("qkv", "k_cache", "v_cache")}
+    ops.linear(x, weight)
+    assert same_bits(cuda.rope_attention(**(c | copies)), alone)
 
 
 @pytest.mark.parametrize("window", [0, 100, 3000])
