@@ -13,7 +13,7 @@ constexpr float kLog2e{1.4426950408889634f};  // scores are kept times log2(e), 
 constexpr int kMinSpan{256};                  // positions of the shortest split: one wave of blocks at 8k on the H200
 constexpr int kMaxSplits{128};
 constexpr int kMaxArrivals{1 << 16};
-constexpr int64_t kMaxWorkspace{64 << 20};  // bytes; rows that would need more take several launches
+constexpr int64_t kMaxWorkspace{128 << 20};  // bytes; rows that would need more take several launches
 
 // Positions [first, end).
 struct Interval {

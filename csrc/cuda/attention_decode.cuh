@@ -540,8 +540,8 @@ Choice choose(const AttentionArgs& a) {
   if constexpr (S::kExact || kFused) {
     if (many) return choice<ManyForm<S, T>, false, kFused>(a);
     if constexpr (S::kExact)
-      if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<S, T>::kBytes) {
-        if constexpr (kFused && S::D <= 128) {
+      if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<S, bf16>::kBytes) {
+        if constexpr (kFused && S::D <= 128 && sizeof(T) > 1) {
           const Choice beside = choice<BesideForm<S, T>, false, true>(a);
           if (fits_beside_last(beside.bytes + beside.fixed)) return beside;
         }

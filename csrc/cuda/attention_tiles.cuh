@@ -19,8 +19,8 @@ constexpr int kBlocksPerRow{64};            // at most, of one row: half of a la
 constexpr int kLongRow{16384};              // longer rows have more
 static_assert(kPartPositions >= kMinSpan);  // attention_workspace() counts splits of that size
 
-// Groups of parts, at most, of a row of `length` positions. `most`: of one that is not long. In int8 the warps of one
-// block a multiprocessor, which is all that fits beside the linears, wait for latencies, not for memory.
+// Groups of parts, at most, of a row of `length` positions. `most`: of one that is not long. In int8 warps wait for
+// latencies, not for memory, so that more of them are faster.
 template <class T>
 __host__ __device__ constexpr int groups_of(int length, int most) {
   return length <= kLongRow ? most : sizeof(T) == 1 && length > 2 * kLongRow ? 4 * most : 2 * most;
@@ -93,10 +93,11 @@ struct Form : Size {
 // come while this one works and the other way round; of a batch, three to a multiprocessor.
 template <class S, class T>
 using RowForm = Form<S, T, S::D == 256 ? 96 << 10 : 64 << 10, kGroup, S::D == 256 ? 2 : 4>;
-// One row that may be long: no two blocks on one multiprocessor, and no clusters, which would crowd some parts of the
-// device and leave others empty.
+// One row that may be long: no clusters, which would crowd some parts of the device and leave others empty, and no two
+// blocks on one multiprocessor, whose memory they would share. In int8, where warps wait for latencies, several may be.
 template <class S, class T>
-using LongForm = Form<S, T, 128 << 10, 1, 1>;
+using LongForm =
+    std::conditional_t<sizeof(T) == 1, Form<S, T, 64 << 10, 1, (S::D == 256 ? 2 : 4)>, Form<S, T, 128 << 10, 1, 1>>;
 // The same where a block fits beside one of the linears, and by that alone: it has its first tiles by the time they
 // end, and the next ones have theirs. Where nothing is beside them, two would meet.
 template <class S, class T>

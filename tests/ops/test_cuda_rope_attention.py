@@ -166,19 +166,24 @@ def test_of_a_long_cache(d: int, heads: int, kv_heads: int, dtype: torch.dtype) 
     assert same_bits(whole[1:2], check_rope_attention(c | short | row))
 
 
-@pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", CACHES)
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("d", "heads", "kv_heads"), [(64, 4, 2), (64, 32, 8), (128, 4, 1), (128, 32, 8)])
 @pytest.mark.parametrize("length", [70, 16385, 32769])
-def test_of_a_long_cache_behind_a_linear(length: int, d: int, dtype: torch.dtype) -> None:
-    """One row behind linears beside which a block fits, and alone."""
-    weight = ops.pack_linear([quantized(2048, 4096, 4, -1, "zero", BF16)[0]], DEVICE)
-    x = activations(1, 4096, BF16)
-    c = make_projection([length], 4, 2, d, dtype, capacity=33000)
-    alone = check_rope_attention(c)
-    copies = {name: copied(c[name]) for name in ("qkv", "k_cache", "v_cache")}
-    ops.linear(x, weight)
-    assert same_bits(cuda.rope_attention(**(c | copies)), alone)
+def test_of_a_long_cache_behind_a_linear(length: int, d: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    """One row behind linears beside which a block fits, so that it begins before they end; and by parts."""
+    weight = ops.pack_linear([quantized(8192, 4096, 4, -1, "zero", BF16)[0]], DEVICE)
+    c = make_projection([length], heads, kv_heads, d, dtype, capacity=33000)
+    x, qkv, result = activations(1, 4096, BF16), c["qkv"].clone(), torch.empty(1, 8192, dtype=BF16, device=DEVICE)
+    for window in (0, 3000):
+        want = check_rope_attention(c, window=window)
+        with cuda.programmatic_launch(True), ops.capture(DEVICE) as program:
+            ops.linear(x, weight, out=result)
+            got = cuda.rope_attention(**(c | {"qkv": qkv}), window=window)
+            ops.linear(x, weight, out=result)
+        for _ in range(5):
+            qkv.copy_(c["qkv"])
+            program.replay()
+            assert same_bits(got, want)
 
 
 @pytest.mark.parametrize("window", [0, 100, 3000])
