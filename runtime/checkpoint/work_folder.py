@@ -37,7 +37,7 @@ class WorkFolder:
         if finished and not resume and not overwrite:
             raise ConvertError(
                 f"an unfinished conversion to {destination} is in {self.path}: go on with --resume, or start again "
-                "with --overwrite"
+                "with --overwrite (in Python resume=True, overwrite=True)"
             )
         if not (resume and finished):
             with typed_write_errors(self.path):
@@ -100,7 +100,10 @@ def _check_destination(destination: Path, source: Path, overwrite: bool) -> None
     if not entries:
         return
     if not overwrite:
-        raise ConvertError(f"{destination} exists already; give --overwrite to replace it once the new one is complete")
+        raise ConvertError(
+            f"{destination} exists already; give --overwrite (in Python overwrite=True) to replace it once the new one "
+            "is complete"
+        )
     names = {entry.name for entry in entries}
     weights = any(name.endswith(".safetensors") for name in names)
     others = any(entry.is_dir() and not _holds_templates(entry) for entry in entries)

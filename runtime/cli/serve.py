@@ -59,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     options = Options(args.host, args.port, keys, args.cors, limits, args.drain, log)
     listening = bound(options.host, options.port)
     llm = load_model(args, args.max_sequences)
+    llm.resolve(None, {})  # what is wrong in generation_config.json is no request's fault
     print_load(llm)
     sys.setswitchinterval(SWITCH_S)
     host, port = listening.getsockname()[:2]

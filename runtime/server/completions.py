@@ -52,6 +52,7 @@ def read_settings(f: Fields, generation_config: dict[str, Any]) -> tuple[Common,
     echoed = {"prompt_logprobs": logprobs} if echo else {}
     common = read_common(f, generation_config, max_tokens=max(asked, 1), logprobs=logprobs, **echoed)
     f.choice("best_of", common.n)
+    f.choice("add_special_tokens", True)
     f.end()
     return common, asked, echo
 
@@ -154,7 +155,7 @@ class _Answer:
             return "", []
         prompt = self._wanted.prompts[place // self._wanted.common.n]
         if isinstance(prompt, list):
-            prompt = "" if self._tokenizer is None else self._tokenizer.decode(prompt)
+            prompt = "" if self._tokenizer is None else _text(self._tokenizer, request)
         return prompt, list(request.prompt_logprobs or [])
 
     def _choice(
@@ -167,8 +168,9 @@ class _Answer:
         most = self._wanted.common.params.logprobs or 0
         first = self._requests[place].ids[0]
         if (at := self._offsets.get(place)) is None:
-            request, prompt = self._requests[place], self._beginning(place)[0] if self._wanted.echo else None
-            at = self._offsets[place] = _Offsets(self._tokenizer, request, prompt)
+            prompt = self._wanted.prompts[place // self._wanted.common.n] if self._wanted.echo else None
+            shown = self._beginning(place)[0]
+            at = self._offsets[place] = _Offsets(self._tokenizer, self._requests[place], prompt, len(shown))
         names, values, tops, offsets = [], [], [], []
         for sampled in scores:
             token_id = first if sampled is None else sampled.token_id
@@ -186,23 +188,44 @@ class _Answer:
 
 class _Offsets:
     """Where the tokens of an answer begin in its text: behind the characters that those before them make, of which some
-    take several. With echo the tokens of `prompt` come first."""
+    take several. With echo the tokens of `prompt` come first, shown in so many characters."""
 
-    def __init__(self, tokenizer: Tokenizer | None, request: Request, prompt: str | None) -> None:
-        self._tokenizer, self._request = tokenizer, request
-        self._at, self._behind = 0, len(prompt or "")
-        self._echoed = 0 if prompt is None else len(request.ids)
-        self._stream = None if tokenizer is None else TextStream(tokenizer)
+    def __init__(self, tokenizer: Tokenizer | None, request: Request, prompt: Prompt | None, shown: int) -> None:
+        self._at, self._stream = shown, None
+        self._echoed = iter([] if prompt is None else _echoed(tokenizer, request, prompt))
+        if tokenizer is not None:
+            self._stream = TextStream(tokenizer, (), request.params.skip_special_tokens, request.ids)
 
     def of(self, token_id: int) -> int:
         """The offset of the next token."""
-        if self._echoed == 0 and self._tokenizer is not None:
-            skips = self._request.params.skip_special_tokens
-            self._at, self._stream = self._behind, TextStream(self._tokenizer, (), skips, self._request.ids)
-        self._echoed -= 1
-        at = self._at
-        self._at += 0 if self._stream is None else len(self._stream.push(token_id))
+        if (at := next(self._echoed, None)) is None:
+            at = self._at
+            self._at += 0 if self._stream is None else len(self._stream.push(token_id))
         return at
+
+
+def _echoed(tokenizer: Tokenizer | None, request: Request, prompt: Prompt) -> list[int]:
+    """Where in an echoed prompt its tokens begin: in a text as it is written, which they need not decode to."""
+    if tokenizer is None:
+        return [0] * len(request.ids)
+    skips, opening = request.params.skip_special_tokens, 0
+    if isinstance(prompt, str):
+        known = tokenizer.offsets(prompt)
+        if known is not None and len(known) == len(request.ids):
+            return known
+        skips, opening = False, len(tokenizer.opening)
+    stream, at = TextStream(tokenizer, (), skips), 0
+    offsets = [0] * min(opening, len(request.ids))
+    for token_id in request.ids[opening:]:
+        offsets.append(at)
+        at += len(stream.push(token_id))
+    return offsets
+
+
+def _text(tokenizer: Tokenizer, request: Request) -> str:
+    """Of a prompt in ids, with the special tokens that the answer is to show."""
+    stream = TextStream(tokenizer, (), request.params.skip_special_tokens)
+    return "".join([*map(stream.push, request.ids), stream.flush()])
 
 
 def _top(tokenizer: Tokenizer | None, sampled: Sampled, most: int) -> dict[str, float | None]:

@@ -93,6 +93,8 @@ def serve(
     host = listening.getsockname()[0]
     if not options.keys and not _is_loopback(host):
         warnings.warn(f"everyone who reaches {host} can use this server; ask for a key with --api-key", stacklevel=2)
+    if llm.tokenizer is None:
+        warnings.warn("the model has no tokenizer: prompts are token ids, and answers have no text", stacklevel=2)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are about requests of strangers
     service = Service(llm, names, options.limits)
     llm.engine.start()

@@ -25,6 +25,15 @@ class Common:
     guided: bool  # the answer has to follow something
 
 
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0, 1),
+    "spaces_between_special_tokens": (True,),
+    "use_beam_search": (False,),
+}
+"""Fields of vLLM's that clients send with the value by which nothing changes, which is the one supported."""
+
+
 def read_common(f: Fields, generation_config: dict[str, Any], **others: int | None) -> Common:
     """Take the fields that both endpoints have; parameters that they name differently are passed in. Raises ConfigError
     where generation_config.json, which has the last word, is wrong."""
@@ -43,17 +52,21 @@ def read_common(f: Fields, generation_config: dict[str, Any], **others: int | No
         assert stream_options is not None
         usage = stream_options.flag("include_usage")
         stream_options.choice("include_obfuscation", False)
+        stream_options.choice("continuous_usage_stats", False)
         stream_options.end()
     f.labels("user", "safety_identifier", "prompt_cache_key", "metadata")
     f.choice("store", False)
     f.choice("service_tier", "auto", "default")
     n = f.integer("n", 1, MOST_OUTPUTS) or 1
+    for name in f.among(_NEUTRAL):
+        f.choice(name, *_NEUTRAL[name])
     for name in f.among(_READERS):  # a request has few of them
         given[name] = _READERS[name](f, name)
     if guided and given.get("ignore_eos"):
-        f.refuse("ignore_eos", True, "false where the answer follows a schema, which ends it")
+        f.refuse("ignore_eos", True, "false where the answer follows a schema, regex or grammar, which ends it")
     if guided and given.get("min_tokens"):
-        f.refuse("min_tokens", given["min_tokens"], "0 where the answer follows a schema, which may have to end before")
+        supported = "0 where the answer follows a schema, regex or grammar, which may have to end before"
+        f.refuse("min_tokens", given["min_tokens"], supported)
     params = SamplingParams(**others, **given)
     if params.max_tokens is not None and 0 < params.max_tokens < params.min_tokens:
         f.refuse("min_tokens", params.min_tokens, f"at most {params.max_tokens}, the most tokens of the answer")
@@ -72,7 +85,8 @@ def _guided(f: Fields) -> dict[str, Any]:
                 given["schema"] = _schema(form)
         form.end()
     if len(given) > 1:
-        f.refuse("response_format", sorted(given), "one of response_format, regex and grammar")
+        name = next(name for name in ("regex", "grammar") if name in given)
+        f.refuse(name, given[name], "one of response_format, regex and grammar")
     return given
 
 

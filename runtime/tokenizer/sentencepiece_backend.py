@@ -84,6 +84,9 @@ class SentencePieceBackend:
             ids += self._encode_part(text.rstrip() if strip_right else text, first=i == 0)
         return [*self._bos, *ids, *self._eos] if add_special_tokens else ids
 
+    def spans(self, text: str) -> None:
+        """The library says only with protobuf's help which characters a piece stands for."""
+
     def _encode_part(self, part: str, first: bool) -> list[int]:
         if self._legacy or (first and self._prefix):
             return list(self._model.encode(part))

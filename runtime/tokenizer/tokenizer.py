@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 class _Backend(Protocol):
     def encode_ids(self, text: str, add_special_tokens: bool, /) -> list[int]: ...
+    def spans(self, text: str, /) -> list[tuple[int, int, int]] | None: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True, /) -> str: ...
     def id_to_token(self, token_id: int, /) -> str | None: ...
     def token_to_id(self, token: str, /) -> int | None: ...
@@ -57,6 +58,11 @@ class _JsonBackend:
         if len(text) < LONG:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def spans(self, text: str) -> list[tuple[int, int, int]]:
+        """Ids of `encode_ids` with special tokens, and which characters of the text each stands for."""
+        encoding = self._backend.encode(text)
+        return [(i, *span) for i, span in zip(encoding.ids, encoding.offsets, strict=True)]
 
 
 class _Pieces(dict[int, str | None]):
@@ -105,6 +111,19 @@ class Tokenizer:
             broken = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
             why = error if broken is None else f"character {broken} is half a surrogate pair: was it read from UTF-8?"
             raise TokenizerError(f"the text cannot be encoded: {why}") from error
+
+    def offsets(self, text: str) -> list[int] | None:
+        """Where in `text` each token of `encode(text)` begins, with the space that it brings; one that stands for no
+        characters (bos), where the one before it ends. None where the tokenizer does not say (SentencePiece alone).
+        """
+        if (spans := self._backend.spans(text)) is None:
+            return None
+        at, result = 0, list[int]()
+        for token_id, begin, end in spans:
+            trimmed = text[at:begin].isspace() and self.token_text(token_id)[:1].isspace()
+            result.append(at if begin == end or trimmed else begin)
+            at = max(at, end)
+        return result
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids outside the vocabulary have none."""

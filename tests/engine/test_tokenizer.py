@@ -65,6 +65,19 @@ def test_text_in_many_scripts_comes_back(name: str, pair_of: Callable[[str], tup
         assert "".join([*map(stream.push, ids), stream.flush()]) == text
 
 
+def test_where_tokens_begin(pair_of: Callable[[str], tuple[Tokenizer, Any]]) -> None:
+    """In the text as it is written, which they need not decode to; a token's space is its own."""
+    qwen, gpt, story = (pair_of(name)[0] for name in ("qwen2", "gpt2", "stories260K"))
+    assert qwen.offsets("<|im_start|>user\nhi<|im_end|>\n") == [0, 12, 16, 17, 19, 29]
+    assert qwen.offsets("a\u0301bc <|im_start|>") == [0, 2, 4, 5]
+    assert story.offsets("  two  sp") == [0, 0, 3, 4, 5, 8]
+    text = "Once upon  a time\n 共 <|endoftext|> there"
+    offsets, ids = gpt.offsets(text), gpt.encode(text)
+    assert offsets is not None
+    for at, token_id in zip(offsets, ids, strict=True):
+        assert "\ufffd" in gpt.token_text(token_id) or text[at:].startswith(gpt.token_text(token_id))
+
+
 @pytest.mark.parametrize("name", ["stories260K", "tinystories656K", "qwen2", "gpt2"])
 def test_decode_of_random_ids_equals_transformers(name: str, pair_of: Callable[[str], tuple[Tokenizer, Any]]) -> None:
     ours, theirs = pair_of(name)

@@ -171,6 +171,39 @@ def test_offsets_where_characters_take_several_tokens(client: openai.OpenAI, llm
             assert streamed == offsets
 
 
+def test_fields_with_the_value_that_changes_nothing(client: openai.OpenAI) -> None:
+    """As clients of vLLM send them; with another one they are refused."""
+    neutral: dict[str, Any] = dict(
+        include_stop_str_in_output=False, length_penalty=1.0, spaces_between_special_tokens=True, use_beam_search=False,
+        add_special_tokens=True,
+    )  # fmt: skip
+    want = client.completions.create(prompt=PROMPT, **GREEDY).choices[0].text
+    assert client.completions.create(prompt=PROMPT, extra_body=neutral, **GREEDY).choices[0].text == want
+    for name, value in neutral.items():
+        other = {name: 2.0 if isinstance(value, float) else not value}
+        with pytest.raises(openai.BadRequestError, match=f"{name} is"):
+            client.completions.create(prompt=PROMPT, extra_body=other, **GREEDY)
+
+
+def test_offsets_of_special_tokens_in_an_echoed_prompt(client: openai.OpenAI, llm: LLM) -> None:
+    """As they are written in a text; in ids they are shown if the answer is to show them."""
+    asked: Any = dict(model="demo", echo=True, logprobs=0, max_tokens=2, temperature=0)
+    choice = client.completions.create(prompt="<s>Once</s> upon", **asked).choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert choice.logprobs.tokens[:5] == ["<s>", "<s>", "Once", "</s>", " upon"]
+    assert (choice.logprobs.text_offset or [])[:6] == [0, 0, 3, 7, 11, 16]
+    assert choice.text.startswith("<s>Once</s> upon")
+
+    ids = llm.encode("Once</s> upon")[1:]
+    for skips, text, offsets in ((True, "Once upon", [0, 4, 4, 9]), (False, "Once</s> upon", [0, 4, 8, 13])):
+        extra = {"skip_special_tokens": skips}
+        choice = client.completions.create(prompt=ids, extra_body=extra, **asked).choices[0]
+        assert choice.logprobs is not None
+        assert choice.text.startswith(text)
+        assert (choice.logprobs.text_offset or [])[:4] == offsets
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_is_the_answer_in_pieces(n: int, client: openai.OpenAI, llm: LLM) -> None:
     options: Any = dict(temperature=1.0, seed=8, max_tokens=20)

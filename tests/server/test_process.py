@@ -4,6 +4,7 @@ import http.client
 import json
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -324,6 +325,27 @@ def test_arguments_that_cannot_be(folder: Path, tmp_path: Path, capsys: pytest.C
             ended = exit_.code
         shown = capsys.readouterr().err
         assert (ended, message in shown, "serving" in shown) == (code, True, False)
+
+
+def test_a_wrong_generation_config_is_no_requests_fault(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"temperature": "x"}')
+    assert main(["serve", str(tmp_path / "model"), "--device", "cpu", "--port", "0"]) == 1
+    shown = capsys.readouterr().err
+    assert "generation_config.json: temperature is 'x'" in shown
+    assert "serving" not in shown
+
+
+def test_a_server_without_a_tokenizer_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(*_: object) -> int:
+        return 0
+
+    monkeypatch.setattr(listen, "_run", nothing)
+    monkeypatch.setattr(llm, "tokenizer", None)
+    with listen.bound("127.0.0.1", 0) as here, pytest.warns(UserWarning, match="prompts are token ids"):
+        assert listen.serve(llm, ["demo"], here, listen.Options()) == 0
 
 
 def test_a_server_open_to_all_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_expressions_and_grammars(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "xml"}}, 400, "response_format.type", '"xml"; supported: "text"'),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema", "name and schema"),
         ({"response_format": {"type": "text", "x": 1}}, 400, "response_format.x", "not supported here"),
-        ({"regex": "a", "grammar": "b"}, 400, "response_format", "one of"),
+        ({"regex": "a", "grammar": "b"}, 400, "regex", "one of"),
         ({"regex": "a", "ignore_eos": True}, 400, "ignore_eos", "which ends it"),
         ({"regex": "ab", "min_tokens": 50}, 400, "min_tokens", "may have to end before"),
         ({"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens", "9; supported: at most 8"),
