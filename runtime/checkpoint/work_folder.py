@@ -37,7 +37,7 @@ class WorkFolder:
         if finished and not resume and not overwrite:
             raise ConvertError(
                 f"an unfinished conversion to {destination} is in {self.path}: go on with --resume, or start again "
-                "with --overwrite (in Python resume=True, overwrite=True)"
+                "with --overwrite (in Python resume=True or overwrite=True)"
             )
         if not (resume and finished):
             with typed_write_errors(self.path):

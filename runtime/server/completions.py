@@ -108,6 +108,7 @@ class _Answer:
         self._chunks = Chunks(self._head, wanted.common.include_usage)
         self._outputs: dict[int, GenerationOutput] = {}
         self._offsets: dict[int, _Offsets] = {}
+        self._echoes: dict[int, tuple[str, list[int]]] = {}
         self._begun = [not wanted.echo] * len(requests)
         self._plain = wanted.asked > 0 and wanted.common.params.logprobs is None
         places = range(len(requests)) if self._plain else ()
@@ -150,13 +151,17 @@ class _Answer:
 
     def _beginning(self, place: int) -> tuple[str, list[Sampled | None]]:
         """With echo the prompt, and the log-probabilities of its tokens (None for the first)."""
-        request = self._requests[place]
         if not self._wanted.echo:
             return "", []
-        prompt = self._wanted.prompts[place // self._wanted.common.n]
-        if isinstance(prompt, list):
-            prompt = "" if self._tokenizer is None else _text(self._tokenizer, request)
-        return prompt, list(request.prompt_logprobs or [])
+        return self._echo(place)[0], list(self._requests[place].prompt_logprobs or [])
+
+    def _echo(self, place: int) -> tuple[str, list[int]]:
+        """Made once for the n of a prompt."""
+        at = place // self._wanted.common.n
+        if at not in self._echoes:
+            scored = self._wanted.common.params.logprobs is not None
+            self._echoes[at] = _echo(self._tokenizer, self._requests[place], self._wanted.prompts[at], scored)
+        return self._echoes[at]
 
     def _choice(
         self, place: int, scores: list[Sampled | None], output: GenerationOutput | None, text: str
@@ -168,9 +173,8 @@ class _Answer:
         most = self._wanted.common.params.logprobs or 0
         first = self._requests[place].ids[0]
         if (at := self._offsets.get(place)) is None:
-            prompt = self._wanted.prompts[place // self._wanted.common.n] if self._wanted.echo else None
-            shown = self._beginning(place)[0]
-            at = self._offsets[place] = _Offsets(self._tokenizer, self._requests[place], prompt, len(shown))
+            shown, begins = self._echo(place) if self._wanted.echo else ("", [])
+            at = self._offsets[place] = _Offsets(self._tokenizer, self._requests[place], begins, len(shown))
         names, values, tops, offsets = [], [], [], []
         for sampled in scores:
             token_id = first if sampled is None else sampled.token_id
@@ -187,12 +191,11 @@ class _Answer:
 
 
 class _Offsets:
-    """Where the tokens of an answer begin in its text: behind the characters that those before them make, of which some
-    take several. With echo the tokens of `prompt` come first, shown in so many characters."""
+    """Where the tokens of an answer begin in its text: with echo those of the prompt at `begins`, others behind its
+    `shown` characters and those that the tokens before them make, of which some take several."""
 
-    def __init__(self, tokenizer: Tokenizer | None, request: Request, prompt: Prompt | None, shown: int) -> None:
-        self._at, self._stream = shown, None
-        self._echoed = iter([] if prompt is None else _echoed(tokenizer, request, prompt))
+    def __init__(self, tokenizer: Tokenizer | None, request: Request, begins: Sequence[int], shown: int) -> None:
+        self._echoed, self._at, self._stream = iter(begins), shown, None
         if tokenizer is not None:
             self._stream = TextStream(tokenizer, (), request.params.skip_special_tokens, request.ids)
 
@@ -204,28 +207,23 @@ class _Offsets:
         return at
 
 
-def _echoed(tokenizer: Tokenizer | None, request: Request, prompt: Prompt) -> list[int]:
-    """Where in an echoed prompt its tokens begin: in a text as it is written, which they need not decode to."""
-    if tokenizer is None:
-        return [0] * len(request.ids)
+def _echo(tokenizer: Tokenizer | None, request: Request, prompt: Prompt, scored: bool) -> tuple[str, list[int]]:
+    """An echoed prompt: a text as it is written, ids with the special tokens that the answer shows; and, where its
+    tokens are `scored`, where in it they begin."""
     skips, opening = request.params.skip_special_tokens, 0
+    if tokenizer is None:
+        return "", [0] * len(request.ids)
     if isinstance(prompt, str):
-        known = tokenizer.offsets(prompt)
-        if known is not None and len(known) == len(request.ids):
-            return known
+        known = tokenizer.offsets(prompt) if scored else []
+        if not scored or (known is not None and len(known) == len(request.ids)):
+            return prompt, known or []
         skips, opening = False, len(tokenizer.opening)
-    stream, at = TextStream(tokenizer, (), skips), 0
-    offsets = [0] * min(opening, len(request.ids))
+    stream, at, begins = TextStream(tokenizer, (), skips), 0, [0] * min(opening, len(request.ids))
     for token_id in request.ids[opening:]:
-        offsets.append(at)
+        begins.append(at)
         at += len(stream.push(token_id))
-    return offsets
-
-
-def _text(tokenizer: Tokenizer, request: Request) -> str:
-    """Of a prompt in ids, with the special tokens that the answer is to show."""
-    stream = TextStream(tokenizer, (), request.params.skip_special_tokens)
-    return "".join([*map(stream.push, request.ids), stream.flush()])
+    stream.flush()
+    return prompt if isinstance(prompt, str) else stream.text, begins
 
 
 def _top(tokenizer: Tokenizer | None, sampled: Sampled, most: int) -> dict[str, float | None]:

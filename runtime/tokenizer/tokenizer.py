@@ -61,7 +61,7 @@ class _JsonBackend:
 
     def spans(self, text: str) -> list[tuple[int, int, int]]:
         """Ids of `encode_ids` with special tokens, and which characters of the text each stands for."""
-        encoding = self._backend.encode(text)
+        encoding = self._backend.encode_batch([text])[0]  # a batch, for the GIL
         return [(i, *span) for i, span in zip(encoding.ids, encoding.offsets, strict=True)]
 
 
