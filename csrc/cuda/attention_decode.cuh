@@ -28,6 +28,7 @@ struct Launched {
   int groups;            // of heads, of a KV head
   int most_groups;       // of parts, of a row that is not long
   int partials_of_head;  // in device memory
+  bool starts_next;      // before anything else
 
   __device__ __forceinline__ Partials partials(const AttentionArgs& a, int64_t row, int head) const {
     return {a, rows, static_cast<int>(row - first_row), head, partials_of_head};
@@ -426,6 +427,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   Heads<F, kFused>& prepared =
       *reinterpret_cast<Heads<F, kFused>*>(F::kWarps == 1 ? static_cast<void*>(storage + F::kBytes) : &beside);
   __shared__ uint64_t received;  // in the cluster's first block: reports of the parts
+  if (launched.starts_next) dependency_release();
   if (!kFurther || static_cast<int>(blockIdx.z) < launched.rows) {
     const Place<F> at(a, launched.first_row, launched.groups);
     if (F::kCluster > 1 && at.rank == 0 && threadIdx.x == 0) cluster_init(&received);
@@ -543,7 +545,7 @@ Choice choose(const AttentionArgs& a) {
       if (a.rows == 1 && a.cache.capacity() > kLongRow && room >= LongForm<S, bf16>::kBytes) {
         if constexpr (kFused && S::D <= 128 && sizeof(T) > 1) {
           const Choice beside = choice<BesideForm<S, T>, false, true>(a);
-          if (fits_beside_last(beside.bytes + beside.fixed)) return beside;
+          if (fit_beside_last(beside.bytes + beside.fixed) == 1) return beside;
         }
         return choice<LongForm<S, T>, false, kFused>(a);
       }
@@ -601,12 +603,17 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = chosen.cluster > 1 ? attributes : attributes + 1;
   config.numAttrs = (chosen.cluster > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
+  // One row's blocks, each beside one of the linears, or those of a few rows, behind which a small kernel comes.
+  constexpr int kFewRows{8};
+  const bool beside = division.blocks * division.per_row <= device_attribute(cudaDevAttrMultiProcessorCount) &&
+                      fit_beside_last(chosen.bytes + chosen.fixed) > 0;
+  const bool starts_next = kFused && (a.rows == 1 ? beside : a.rows <= kFewRows);
   division.chunks.each(a, [&](int64_t first, int64_t rows) {
     config.gridDim = dim3(division.blocks, division.per_row, static_cast<unsigned>(rows) + division.further);
-    const Launched launched{first, static_cast<int>(rows), division.head_groups, division.most_groups,
-                            division.partials};
+    const Launched launched{
+        first, static_cast<int>(rows), division.head_groups, division.most_groups, division.partials, starts_next};
     check(cudaLaunchKernelEx(&config, chosen.kernel, a, head_args, launched), what());
-    last_shared_bytes = chosen.bytes;
+    last_launch = {chosen.bytes, starts_next};
   });
 }
 

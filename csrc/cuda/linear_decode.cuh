@@ -287,8 +287,10 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
   };
   if constexpr (Grouped) ask_for_records(chain.links[0]);
   stream.next_link();
+  int filled{0};
+  const int at_once = chain.paced ? Ring::kPaced : Ring::kStages;
 #pragma unroll 1
-  for (int i = 0; i < Ring::kStages; ++i) refill(i);  // weights: the step does not change them
+  for (; filled < at_once; ++filled) refill(filled);  // weights: the step does not change them
   if constexpr (Fmt::kInteger && !Grouped) {
 #pragma unroll 1
     for (int i = 0; i < chain.count; ++i) ask_for_records(chain.links[i]);
@@ -317,6 +319,11 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     const ImageCopy copy{p, shared_address(shared + p.image_barriers_at), Joined ? 2 * part_scales : 0};
     const auto wait = [&] {
       if (link == 0) {
+#pragma unroll 1
+        for (; filled < Ring::kStages; ++filled) {
+          copy_async_wait<Ring::kPaced - 1>();
+          refill(filled);
+        }
         dependency_wait();
       } else if (waits_for(a)) {
         grid.wait();
@@ -352,7 +359,7 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
 // ---- launcher ------------------------------------------------------------------------------------------------
 
 template <WeightFormat F, bool Grouped, int D, int C>
-void launch_decode(const DecodeChain& chain, const Launch& launch, const std::string& what) {
+void launch_decode(DecodeChain chain, const Launch& launch, const std::string& what) {
   const auto text = [&] { return what; };
   const DecodeArgs& a = chain.links[0];
   if (a.images != nullptr) {
@@ -360,7 +367,9 @@ void launch_decode(const DecodeChain& chain, const Launch& launch, const std::st
       launch_kernel(launch, text, linear_planes_kernel<F, Grouped, D, C, E>, dim3(a.plan.m), dim3(kDecodeThreads),
                     stage_row_bytes<F, D>(a), a);
     });
+    last_launch.starts_next = C <= kMostPacedRows;
   }
+  chain.paced = last_launch.starts_next;
   int grid = 0, shared_bytes = 0;
   Extras extras = Extras::none;
   for (int i = 0; i < chain.count; ++i) {

@@ -84,8 +84,8 @@ template <WeightFormat F, bool Grouped, int D, Extras E>
 __global__ void __launch_bounds__(kDecodeThreads, 2) linear_tiles_kernel(const __grid_constant__ LargeArgs g) {
   extern __shared__ __align__(16) uint8_t stage[];
   __shared__ RowScratch<D> scratch;
-  prepare_to_memory<F, Grouped, D, E>(g.a, WarpShare(g.a, 0, g.a.plan.slices_log), scratch,
-                                      TileRow<F, Grouped, D>{g, static_cast<int>(blockIdx.x)}, stage);
+  prepare_to_memory<F, Grouped, D, E, true>(g.a, WarpShare(g.a, 0, g.a.plan.slices_log), scratch,
+                                            TileRow<F, Grouped, D>{g, static_cast<int>(blockIdx.x)}, stage);
   if (blockIdx.x == 0 && g.p.shared > 0) {
     for (int i = threadIdx.x; i < g.p.blocks * g.p.strips; i += kDecodeThreads) *handed_at(g, 0, i) = 0;
   }

@@ -421,14 +421,16 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
 }
 
 // Row blockIdx.x to memory, in whatever form `to` gives it; `stage`: 2 K bytes of shared memory, unless x is fp32.
-template <WeightFormat F, bool Grouped, int D, Extras E, class To>
+// Early: the next kernel may start before the wait, which takes it longer than this one works.
+template <WeightFormat F, bool Grouped, int D, Extras E, bool Early, class To>
 __device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const WarpShare& share, RowScratch<D>& scratch,
                                                   const To& to, uint8_t* stage) {
   const int row = blockIdx.x;
   int* const sums = scratch.sums;
+  if constexpr (Early) dependency_release();
   const auto wait = [] {
     dependency_wait();
-    dependency_release();
+    if constexpr (!Early) dependency_release();
   };
   if (!kFloatActivations<F, D> && a.x_aligned && a.plan.row_rounds <= kMostRounds) {
     if constexpr (!kFloatActivations<F, D>) {
@@ -468,8 +470,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 2) linear_planes_kernel(const 
             begin = share.first / kStepK - first_step;
   const int at = p.planes_of(share.slice & (p.block_slices() - 1), row, begin, share.last / kStepK - first_step);
   uint8_t* const planes = image + p.planes_at + at - begin * kStepK * p.column_bytes;
-  prepare_to_memory<F, Grouped, D, E>(a, share, scratch, ImageRow<F, D, C>{planes, first_step * kStepK, image, row, a},
-                                      stage);
+  prepare_to_memory<F, Grouped, D, E, (C <= kMostPacedRows)>(
+      a, share, scratch, ImageRow<F, D, C>{planes, first_step * kStepK, image, row, a}, stage);
 }
 
 // Waits for what has stored x and brings the block's image to shared memory; `scratch` there holds a RowScratch.
