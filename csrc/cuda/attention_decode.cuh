@@ -281,7 +281,7 @@ __device__ __forceinline__ void attend_share(const AttentionArgs& a, const HeadA
   const bool newest = kFused && share.newest();  // its key and value are not in the cache yet
   const R ring(shared_address(storage), a.cache, share.slot, at.kv_head, share.end, newest, at.warp, at.lane);
   const int first = share.begin + at.warp * kTile;
-  // Not before the last tile is asked for: the next kernel's weights would go first.
+  // Where it has not yet, not before the last tile is asked for: the next kernel's weights would go first.
   if (first + R::kAround >= share.end) dependency_release();
   const bf16* query = static_cast<const bf16*>(a.q) + at.row * a.q_stride + (at.first_head + at.g) * width;
   if constexpr (kFused) {
@@ -603,11 +603,11 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   config.stream = static_cast<cudaStream_t>(launch.stream);
   config.attrs = chosen.cluster > 1 ? attributes : attributes + 1;
   config.numAttrs = (chosen.cluster > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
-  // One row's blocks, each beside one of the linears, or those of a few rows, behind which a small kernel comes.
-  constexpr int kFewRows{8};
+  // One row's blocks, each beside one of the linears that were launched before, as those behind it mostly are; or those
+  // of a few rows, behind which a small kernel comes.
   const bool beside = division.blocks * division.per_row <= device_attribute(cudaDevAttrMultiProcessorCount) &&
                       fit_beside_last(chosen.bytes + chosen.fixed) > 0;
-  const bool starts_next = kFused && (a.rows == 1 ? beside : a.rows <= kFewRows);
+  const bool starts_next = kFused && overlaps(launch) && (a.rows == 1 ? beside : a.rows <= kFewRows);
   division.chunks.each(a, [&](int64_t first, int64_t rows) {
     config.gridDim = dim3(division.blocks, division.per_row, static_cast<unsigned>(rows) + division.further);
     const Launched launched{

@@ -240,7 +240,8 @@ __device__ __forceinline__ float block_sum(float v, float* scratch) {
 // ---- programmatic dependent launch ---------------------------------------------------------------------------
 // Contract of every kernel here: *every* thread block calls `dependency_wait()` before it reads or writes anything
 // that a step changes, also blocks that then return at once. Weights, gains and scales may be read before it. A block
-// that skipped it would let its successor overtake its predecessor. Both are no-ops when the launch did not ask.
+// that skipped it would let its successor overtake its predecessor. What the kernel before has stored is visible after
+// the wait, whatever L1 held (PTX ISA, "griddepcontrol"). Both are no-ops when the launch did not ask.
 
 __device__ __forceinline__ void dependency_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -283,7 +284,14 @@ void allow_shared_memory(Kernel* kernel, int bytes, What what) {
         what());
 }
 
-// What this thread has launched last.
+// Up to so many rows a kernel before the decode kernel of linears may let it start before its own wait; of more rows
+// both together are slower.
+constexpr int kFewRows{8};
+
+// Whether the kernel that is launched next may start before this one has ended.
+inline bool overlaps(const Launch& launch) { return launch.programmatic && compiled_architecture() >= 90; }
+
+// What this thread has launched last, of kernels that linears or attention may follow.
 struct LastLaunch {
   int shared_bytes;  // of a block
   bool starts_next;  // lets the next kernel start before its own wait

@@ -367,7 +367,7 @@ void launch_decode(DecodeChain chain, const Launch& launch, const std::string& w
       launch_kernel(launch, text, linear_planes_kernel<F, Grouped, D, C, E>, dim3(a.plan.m), dim3(kDecodeThreads),
                     stage_row_bytes<F, D>(a), a);
     });
-    last_launch.starts_next = C <= kMostPacedRows;
+    last_launch.starts_next = C <= kFewRows && overlaps(launch);
   }
   chain.paced = last_launch.starts_next;
   int grid = 0, shared_bytes = 0;

@@ -84,16 +84,12 @@ struct LargeArgs {
   float* partials;  // sums of slices that wait to be added
 };
 
-// Rows of x up to which the kernel before may let the decode kernel start ahead of its own wait, while rings are filled
-// bit by bit so that what it loads has its turn. Of more rows both together are slower.
-constexpr int kMostPacedRows{8};
-
 // What one launch computes: linears of one row of x, each of what the one before it has stored, or a single linear.
 // Their rings and records have the same places in shared memory.
 struct DecodeChain {
   DecodeArgs links[kMaxLinks];
   int count;
-  bool paced;    // the kernel before is still to load what all wait for
+  bool paced;    // rings are filled bit by bit: the kernel before is still to load what all wait for
   int* barrier;  // between two links; see grid_barrier.cuh
 };
 

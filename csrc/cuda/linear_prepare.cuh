@@ -421,7 +421,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
 }
 
 // Row blockIdx.x to memory, in whatever form `to` gives it; `stage`: 2 K bytes of shared memory, unless x is fp32.
-// Early: the next kernel may start before the wait, which takes it longer than this one works.
+// Early: the next kernel may start before the wait, since it takes longer to start than this one works.
 template <WeightFormat F, bool Grouped, int D, Extras E, bool Early, class To>
 __device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const WarpShare& share, RowScratch<D>& scratch,
                                                   const To& to, uint8_t* stage) {
@@ -470,7 +470,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 2) linear_planes_kernel(const 
             begin = share.first / kStepK - first_step;
   const int at = p.planes_of(share.slice & (p.block_slices() - 1), row, begin, share.last / kStepK - first_step);
   uint8_t* const planes = image + p.planes_at + at - begin * kStepK * p.column_bytes;
-  prepare_to_memory<F, Grouped, D, E, (C <= kMostPacedRows)>(
+  prepare_to_memory<F, Grouped, D, E, (C <= kFewRows)>(
       a, share, scratch, ImageRow<F, D, C>{planes, first_step * kStepK, image, row, a}, stage);
 }
 

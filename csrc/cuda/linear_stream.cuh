@@ -38,8 +38,9 @@ struct Stream {
   using Fmt = Format<F>;
   static constexpr int kStages{ring_bytes(F, C, small_shared_memory(kArchitecture)) / Fmt::kStageBytes};
   // Under way at a time in a ring that is filled bit by bit: 32 KB of a multiprocessor, which memory takes a
-  // microsecond for. With up to 4 rows it has two blocks.
+  // microsecond for. With two to four rows it has two blocks, if their rings are of int4.
   static constexpr int kPaced{std::max((C == 4 ? 1024 : 2048) / Fmt::kStageBytes, 1)};
+  static_assert(kPaced <= kStages);
   const DecodeChain& chain;
   int lane;
   int link{-1}, strips_left{0};
