@@ -287,10 +287,10 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
   };
   if constexpr (Grouped) ask_for_records(chain.links[0]);
   stream.next_link();
-  int filled{0};
-  const int at_once = chain.paced ? Ring::kPaced : Ring::kStages;
+  constexpr bool kPaces{Fmt::kInteger || E != Extras::layer};  // else there are no registers for a second loop
+  const int at_once = kPaces && chain.paced ? Ring::kPaced : Ring::kStages;
 #pragma unroll 1
-  for (; filled < at_once; ++filled) refill(filled);  // weights: the step does not change them
+  for (int i = 0; i < at_once; ++i) refill(i);  // weights: the step does not change them
   if constexpr (Fmt::kInteger && !Grouped) {
 #pragma unroll 1
     for (int i = 0; i < chain.count; ++i) ask_for_records(chain.links[i]);
@@ -306,6 +306,11 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
                    kWarp * (full || C > 1 ? p.strip_warps() : 1) << (Joined && full));
     }
   }
+#pragma unroll 1
+  for (int i = at_once; i < Ring::kStages; ++i) {
+    copy_async_wait<Ring::kPaced - 1>();
+    refill(i);
+  }
   GridBarrier<> grid{reinterpret_cast<uint32_t*>(chain.barrier)};
   // Only where attention and feed-forward are side by side do links read nothing of each other.
   const auto waits_for = [](const DecodeArgs& next) { return E != Extras::layer || !next.apart; };
@@ -319,11 +324,6 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     const ImageCopy copy{p, shared_address(shared + p.image_barriers_at), Joined ? 2 * part_scales : 0};
     const auto wait = [&] {
       if (link == 0) {
-#pragma unroll 1
-        for (; filled < Ring::kStages; ++filled) {
-          copy_async_wait<Ring::kPaced - 1>();
-          refill(filled);
-        }
         dependency_wait();
       } else if (waits_for(a)) {
         grid.wait();
