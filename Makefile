@@ -36,7 +36,7 @@ check-long: .venv/.installed-test
 lint: .venv/.installed-lint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/clang-format --dry-run --Werror $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	$(BIN)/clang-format --dry-run --Werror $$(find csrc scripts -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 types: .venv/.installed-lint .venv/.installed-test
 	$(BIN)/pyright
@@ -45,13 +45,15 @@ types: .venv/.installed-lint .venv/.installed-test
 wheel-test: .venv/.installed-test
 	scripts/wheel_test.sh
 
-# The CUDA extension for one architecture, on a machine with nvcc and perhaps no GPU: it compiles and it loads
+# The CUDA extension and the program beside it for one architecture, on a machine with nvcc and perhaps no GPU: they
+# compile, and the extension loads
 cuda: .venv/.installed
 	rm -rf build/cuda-wheel
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/cuda-wheel . \
 		-C cmake.define.NIBBLELM_CUDA=ON -C cmake.define.NIBBLELM_CUDA_ARCHS=90a -C build-dir=build/cuda
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/cuda-wheel/site build/cuda-wheel/*.whl
 	cd build/cuda-wheel/site/nibblelm && "$(CURDIR)/$(BIN)/python" -c "import _cuda; print(_cuda.__doc__)"
+	nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icsrc scripts/bench_step.cu -o build/bench_step
 
 # One wheel with both extensions, CUDA for every architecture of csrc/CMakeLists.txt: long to build, quick to install
 wheel: .venv/.installed
