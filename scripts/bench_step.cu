@@ -6,7 +6,8 @@
 //   ./step phi3-mini|llama-3-8b|llama-3.2-1b [POSITIONS [LAYERS]]; 0 POSITIONS: without attention
 //
 // ROWS: 1 to 8 sequences of POSITIONS tokens each, 256 if not said; GROUP: of the int4 weights, 0: a scale per row.
-// Weights are random, and more than L2 holds. Medians of 40 measurements of 20 steps.
+// Weights are random; those of the LAYERS that are taken if none are said are more than L2 holds. The hash is of what
+// three steps compute, the time a median of 40 measurements of 20 steps.
 #include <algorithm>
 #include <cstdio>
 #include <map>
@@ -45,7 +46,7 @@ NOT_COMPILED(launch_large_format, LargeArgs, bf16)
 
 }  // namespace nibblelm::cuda
 
-// Behind what their callers shall find.
+// Here, so that they find the functions above.
 #include "cuda/activations.cu"
 #include "cuda/architecture.cu"
 #include "cuda/attention_rope.cu"

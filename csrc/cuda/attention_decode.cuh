@@ -607,7 +607,7 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   // of a few rows, behind which a small kernel comes.
   const bool beside = division.blocks * division.per_row <= device_attribute(cudaDevAttrMultiProcessorCount) &&
                       fit_beside_last(chosen.bytes + chosen.fixed) > 0;
-  const bool starts_next = kFused && overlaps(launch) && (a.rows == 1 ? beside : a.rows <= kFewRows);
+  const bool starts_next = kFused && overlaps(launch) && (a.rows == 1 ? beside : a.rows <= kMostEarlyRows);
   division.chunks.each(a, [&](int64_t first, int64_t rows) {
     config.gridDim = dim3(division.blocks, division.per_row, static_cast<unsigned>(rows) + division.further);
     const Launched launched{

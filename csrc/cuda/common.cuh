@@ -240,8 +240,9 @@ __device__ __forceinline__ float block_sum(float v, float* scratch) {
 // ---- programmatic dependent launch ---------------------------------------------------------------------------
 // Contract of every kernel here: *every* thread block calls `dependency_wait()` before it reads or writes anything
 // that a step changes, also blocks that then return at once. Weights, gains and scales may be read before it. A block
-// that skipped it would let its successor overtake its predecessor. What the kernel before has stored is visible after
-// the wait, whatever L1 held (PTX ISA, "griddepcontrol"). Both are no-ops when the launch did not ask.
+// that skipped it would let its successor overtake its predecessor. After the wait what the kernel before has stored is
+// visible (PTX ISA, "griddepcontrol"), and so is what it has waited for itself. Both are no-ops when the launch did not
+// ask.
 
 __device__ __forceinline__ void dependency_wait() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -249,9 +250,9 @@ __device__ __forceinline__ void dependency_wait() {
 #endif
 }
 
-// Lets the next kernel's blocks start beside this one's, some 1.4 us after the last block has called it (H200). So a
-// kernel that others wait for calls it first, before its own wait, if what the next one asks for meanwhile leaves its
-// loads their turn (DecodeChain::paced); else once the block's own long loads are under way.
+// Lets the next kernel's blocks start beside this one's, some 1.4 us after the last block has called it (H200). So it
+// comes first, before the own wait, where what the next one asks for meanwhile leaves this one's loads their turn
+// (DecodeChain::paced; of other kernels where it was measured), else once the block's own long loads are under way.
 __device__ __forceinline__ void dependency_release() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -286,7 +287,7 @@ void allow_shared_memory(Kernel* kernel, int bytes, What what) {
 
 // Up to so many rows a kernel before the decode kernel of linears may let it start before its own wait; of more rows
 // both together are slower.
-constexpr int kFewRows{8};
+constexpr int kMostEarlyRows{8};
 
 // Whether the kernel that is launched next may start before this one has ended.
 inline bool overlaps(const Launch& launch) { return launch.programmatic && compiled_architecture() >= 90; }
@@ -294,7 +295,7 @@ inline bool overlaps(const Launch& launch) { return launch.programmatic && compi
 // What this thread has launched last, of kernels that linears or attention may follow.
 struct LastLaunch {
   int shared_bytes;  // of a block
-  bool starts_next;  // lets the next kernel start before its own wait
+  bool starts_next;  // before its own wait: linears behind it fill their rings bit by bit
 };
 inline thread_local LastLaunch last_launch{};
 

@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
   };
   if constexpr (Grouped) ask_for_records(chain.links[0]);
   stream.next_link();
-  constexpr bool kPaces{Fmt::kInteger || E != Extras::layer};  // else there are no registers for a second loop
+  constexpr bool kPaces{C <= kMostEarlyRows && (Fmt::kInteger || E != Extras::layer)};  // else no registers for it
   const int at_once = kPaces && chain.paced ? Ring::kPaced : Ring::kStages;
 #pragma unroll 1
   for (int i = 0; i < at_once; ++i) refill(i);  // weights: the step does not change them
@@ -367,7 +367,7 @@ void launch_decode(DecodeChain chain, const Launch& launch, const std::string& w
       launch_kernel(launch, text, linear_planes_kernel<F, Grouped, D, C, E>, dim3(a.plan.m), dim3(kDecodeThreads),
                     stage_row_bytes<F, D>(a), a);
     });
-    last_launch.starts_next = C <= kFewRows && overlaps(launch);
+    last_launch.starts_next = C <= kMostEarlyRows && overlaps(launch);
   }
   chain.paced = last_launch.starts_next;
   int grid = 0, shared_bytes = 0;

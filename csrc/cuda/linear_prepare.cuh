@@ -470,7 +470,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 2) linear_planes_kernel(const 
             begin = share.first / kStepK - first_step;
   const int at = p.planes_of(share.slice & (p.block_slices() - 1), row, begin, share.last / kStepK - first_step);
   uint8_t* const planes = image + p.planes_at + at - begin * kStepK * p.column_bytes;
-  prepare_to_memory<F, Grouped, D, E, (C <= kFewRows)>(
+  prepare_to_memory<F, Grouped, D, E, (C <= kMostEarlyRows)>(
       a, share, scratch, ImageRow<F, D, C>{planes, first_step * kStepK, image, row, a}, stage);
 }
 
