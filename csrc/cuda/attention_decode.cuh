@@ -5,9 +5,10 @@
 // V^T p, and both operands come from row-major tiles by ldmatrix. Each warp brings its own tiles by cp.async, several
 // ahead, and waits for no other warp before the end. The blocks of a thread-block cluster divide a row's positions and
 // merge through distributed shared memory; where a row takes several, or none, the rest is merged through device
-// memory. Of many rows, a block takes all parts of one, or a good length of them, with the same merges in its own
-// memory, and what longer rows have behind it is shared out among all; of very many short ones, a warp takes all parts.
-// Head sizes are 64 to 256; those that share a kernel are filled up with zeros in shared memory.
+// memory. A short row of many KV heads has fewer blocks, to which its parts are dealt. Of many rows, a block takes all
+// parts of one, or a good length of them, with the same merges in its own memory, and what longer rows have behind it
+// is shared out among all; of very many short ones, a warp takes all parts. Head sizes are 64 to 256; those that share
+// a kernel are filled up with zeros in shared memory.
 #pragma once
 
 #include <bit>
@@ -57,15 +58,16 @@ struct Share {
                                              int most_groups) {
     const Interval range = kPlain ? attended_plain(a, slot, position) : attended(a, row, slot, position);
     Share share{slot, position, range, Plan::of<typename F::T>(range, most_groups)};
-    share.take(F::kParts == 1 ? static_cast<int>(blockIdx.x) : 0, share.together());
+    share.take(F::kParts == 1 || F::kDealt ? static_cast<int>(blockIdx.x) : 0, share.together());
     return share;
   }
   __device__ __forceinline__ void take(int from, int count) {
     first = from, parts = count;
     begin = range.first + first * plan.span, end = min(range.end, begin + parts * plan.span);
   }
-  // How many a block takes: a power of two.
+  // How many a block takes: a power of two. What is dealt begins with the block's first part and ends with the row.
   __device__ __forceinline__ int together() const {
+    if (F::kDealt) return kGroup;
     return F::kParts == 1 ? 1 : min(F::kParts, 1 << (31 - __clz(max(F::kPositions / plan.span, 1))));
   }
   // Shares behind the own block's.
@@ -79,6 +81,10 @@ struct Share {
   }
   __device__ __forceinline__ bool empty() const { return begin >= end; }
   __device__ __forceinline__ bool newest() const { return position == end - 1; }  // is among these positions
+  // And in one of the block's own parts.
+  __device__ __forceinline__ bool has_newest() const {
+    return newest() && (!F::kDealt || (plan.parts() - 1 - first) % F::kCluster == 0);
+  }
 };
 
 // By a warp: share `number` of those that rows have behind their own blocks', and its row. False: there are fewer, and
@@ -215,8 +221,8 @@ __device__ __forceinline__ void prepare(const AttentionArgs& a, const HeadArgs& 
                                         const Share<F>& share, RawHeads<F>& raw,
                                         Prepared<F::D, typename F::T>& prepared) {
   using T = F::T;
-  const bool asked = share.newest() && at.in_group == 0;
-  const int64_t row = asked ? written_row(a.cache, share.slot, share.position, at.kv_head) : -1;
+  const int64_t row =
+      share.has_newest() && at.in_group == 0 ? written_row(a.cache, share.slot, share.position, at.kv_head) : -1;
   const auto place = [&](void* pool, float* scales) {
     return row < 0 ? NewRow<T>{} : NewRow<T>{static_cast<T*>(pool) + row * F::width(a.cache), scales + row};
   };
@@ -348,6 +354,41 @@ __device__ __forceinline__ void attend_share(const AttentionArgs& a, const HeadA
     write_row(a.cache, space.merged(part, at.g, at.j), reinterpret_cast<bf16*>(storage), out, at.heads, at.lane);
     return;
   }
+  if constexpr (F::kDealt) {
+    const PartSpace<F> space{reinterpret_cast<float*>(storage + F::kBytes), at.heads};
+    cluster_arrive();
+    int own{0};
+#pragma unroll 1
+    for (int part = at.rank; part < parts; part += F::kCluster, ++own) {
+      Accumulator<F> sum;
+      if (p < share.end) attend_tile<true>(sum, ring, q, p, page, unit, insert, scored);
+      space.store(sum, own, at.warp, at.g, at.j);
+    }
+    if (at.rank == 0 && threadIdx.x == 0) cluster_expect(&received, parts * at.heads * (width * 4 + 8));
+    __syncthreads();
+    cluster_wait();
+    const uint32_t barrier = cluster_address(&received, 0);
+#pragma unroll 1
+    for (int h = 0; h < at.heads; ++h) {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < own * kQuads; i += R::kThreads) {
+        const int d = i % kQuads * 4;
+        if (!F::has(a.cache, d)) continue;
+        const uint32_t to = cluster_address(space.part(at.rank + i / kQuads * F::kCluster, h), 0);
+        const Triple t = space.merged(i / kQuads, h, d);
+        cluster_store(to + d * 4, t.o, barrier);
+        if (d == 0) cluster_store(to + D * 4, float2{t.m, t.l}, barrier);
+      }
+    }
+    if (at.rank != 0) return;
+    cluster_receive(&received);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < at.heads * kQuads; i += R::kThreads) {
+      const int h = i / kQuads, d = i % kQuads * 4;
+      if (F::has(a.cache, d)) write(h, d, space.merged_parts(parts, h, d));
+    }
+    return;
+  }
   Accumulator<F> sum;
   if constexpr (F::kParts > 1) {
     const PartSpace<F> space{reinterpret_cast<float*>(storage + F::kBytes), at.heads};
@@ -426,7 +467,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   __shared__ __align__(16) std::conditional_t<F::kWarps == 1, char, Heads<F, kFused>> beside;
   Heads<F, kFused>& prepared =
       *reinterpret_cast<Heads<F, kFused>*>(F::kWarps == 1 ? static_cast<void*>(storage + F::kBytes) : &beside);
-  __shared__ uint64_t received;  // in the cluster's first block: reports of the parts
+  if constexpr (F::kDealt && F::kCluster == 1) return;  // never launched
+  __shared__ uint64_t received;                         // in the cluster's first block: reports of the parts
   if (launched.starts_next) dependency_release();
   if (!kFurther || static_cast<int>(blockIdx.z) < launched.rows) {
     const Place<F> at(a, launched.first_row, launched.groups);
@@ -488,11 +530,13 @@ struct Choice {
   int cluster;  // blocks
   int parts;    // at most, that a block takes
   int further;  // blocks behind those of rows, where rows may have more than their own block takes
+
+  bool deals() const { return cluster > 1 && parts > 1; }
 };
 
 template <class F, bool kOptions, bool kFused>
 Choice choice(const AttentionArgs& a) {
-  constexpr bool kSeveral{F::kParts > 1 && F::kWarps > 1};
+  constexpr bool kSeveral{F::kParts > 1 && F::kWarps > 1 && !F::kDealt};
   const int heads = std::min(kHeads, a.heads / a.cache.kv_heads);
   const bool further = kSeveral && a.cache.capacity() > F::kPositions;
   const Kernel kernel = further ? attention_decode_kernel<F, kOptions, kFused, kSeveral>
@@ -539,6 +583,15 @@ Choice choose(const AttentionArgs& a) {
         blocks >= kLeast * device_attribute(cudaDevAttrMultiProcessorCount))
       return alone;
   }
+  if constexpr (kFused && S::D <= 128 && sizeof(T) > 1) {
+    using Dealt = DealtForm<S, T>;
+    const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+    if (a.rows == 1 && a.cache.capacity() <= Dealt::kPositions && kGroup * blocks > processors &&
+        Dealt::kHostCluster * blocks <= processors && compiled_architecture() >= 90) {
+      const Choice dealt = choice<Dealt, false, true>(a);
+      if (fit_beside_last(dealt.bytes + dealt.fixed) > 0) return dealt;
+    }
+  }
   if constexpr (S::kExact || kFused) {
     if (many) return choice<ManyForm<S, T>, false, kFused>(a);
     if constexpr (S::kExact)
@@ -575,7 +628,9 @@ struct Division {
     d.row_groups =
         std::min(groups_of<T>(capacity, d.most_groups), static_cast<int>(std::bit_ceil(static_cast<unsigned>(wanted))));
     d.blocks = kGroup * d.row_groups, d.partials = d.blocks / chosen.cluster;
-    if (chosen.parts > 1) {
+    if (chosen.deals()) {
+      d.blocks = chosen.cluster, d.partials = 1;
+    } else if (chosen.parts > 1) {
       d.blocks = 1;
       if (chosen.further == 0) d.partials = 1;
       d.further = ceil_div(chosen.further, d.per_row);
@@ -613,7 +668,7 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
     const Launched launched{
         first, static_cast<int>(rows), division.head_groups, division.most_groups, division.partials, starts_next};
     check(cudaLaunchKernelEx(&config, chosen.kernel, a, head_args, launched), what());
-    last_launch = {chosen.bytes, starts_next};
+    last_launch = {chosen.bytes, starts_next, starts_next && chosen.deals()};
   });
 }
 

@@ -45,8 +45,8 @@ struct MergeSpace {
   static constexpr int kWarpBytes{Ring<F>::kWarpBytes};
   static constexpr int kOutputBytes{kHeads * (kPitch * 4 + 8)};
   static constexpr int kPartBytes{kHeads * (D * 4 + 8)};
-  static_assert(kOutputBytes + (F::kCluster == 1 ? 0 : kGroup / F::kWarps * kPartBytes) <= kWarpBytes &&
-                kGroup % F::kWarps == 0);
+  static_assert(F::kDealt || (kOutputBytes + (F::kCluster == 1 ? 0 : kGroup / F::kWarps * kPartBytes) <= kWarpBytes &&
+                              kGroup % F::kWarps == 0));
   unsigned char* storage;
 
   __device__ __forceinline__ float* output(int warp, int h) const {
@@ -86,21 +86,23 @@ struct MergeSpace {
   }
 };
 
-// Behind the ring of a block that takes several parts: the warps' outputs of the part before and of this one, then what
-// the parts came to. A row of a head's output is followed by its statistics, which keeps lanes off each other's banks.
+// Behind the ring of a block that takes several parts: the warps' outputs of the part before and of this one, or of all
+// that were dealt to it, then what the parts came to, of dealt ones all of the row's in the cluster's first block. A
+// row of a head's output is followed by its statistics, which keeps lanes off each other's banks.
 template <class F>
 struct PartSpace {
   static constexpr int D{F::D};
   static constexpr int kPitch{D + 4};
+  static constexpr int kStages{F::kDealt ? F::kParts : 2};
   float* storage;
   int heads;
 
-  static constexpr int bytes(int heads) { return (2 * F::kWarps + kGroup) * heads * kPitch * 4; }
+  static constexpr int bytes(int heads) { return (kStages * F::kWarps + kGroup) * heads * kPitch * 4; }
   __device__ __forceinline__ float* output(int stage, int warp, int h) const {
     return storage + ((stage * F::kWarps + warp) * heads + h) * kPitch;
   }
   __device__ __forceinline__ float* part(int n, int h) const {
-    return storage + ((2 * F::kWarps + n) * heads + h) * kPitch;
+    return storage + ((kStages * F::kWarps + n) * heads + h) * kPitch;
   }
   __device__ __forceinline__ static float2 statistics(const float* output) {
     return *reinterpret_cast<const float2*>(output + D);

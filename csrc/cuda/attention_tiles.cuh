@@ -65,8 +65,9 @@ struct HeadSize {
 
 // How a block is built; it changes the time, never the result. `Value`: of the cache, bf16 or int8_t. kClusterBlocks:
 // 1, or the parts of a group where the card has clusters. kPerMultiprocessor: blocks that shall fit. kMostParts: that a
-// block takes one after the other. kOneWarp: a block is one warp, which takes the tiles of all chains. Only the number
-// of chains shows in the result, so all forms of a size have the same.
+// block takes one after the other; of a cluster whose blocks take several, every kClusterBlocks-th one, from its rank
+// on. kOneWarp: a block is one warp, which takes the tiles of all chains. Only the number of chains shows in the
+// result, so all forms of a size have the same.
 template <class Size, class Value, int kRing, int kClusterBlocks, int kPerMultiprocessor, int kMostParts = 1,
           bool kOneWarp = false>
 struct Form : Size {
@@ -83,16 +84,21 @@ struct Form : Size {
   static constexpr int kHostCluster{kClusterBlocks}, kCluster{kArchitecture >= 90 ? kClusterBlocks : 1};
   static constexpr int kBlocks{kPerMultiprocessor};
   static constexpr int kParts{kMostParts};
+  static constexpr bool kDealt{kClusterBlocks > 1 && kMostParts > 1};
   // Two tiles at a time, where a multiprocessor has one block whose warps wait for latencies rather than for memory.
   static constexpr bool kPairs{kInt8 && kClusterBlocks == 1 && kMostParts == 1};
-  // At most, of a block that takes several parts; a warp's parts are of the least span.
-  static constexpr int kPositions{kOneWarp ? kGroup * kLeastSpan : 2048};
+  // At most, of a block that takes several parts; those of a warp, or dealt out, are of the least span.
+  static constexpr int kPositions{kOneWarp || kDealt ? kGroup * kLeastSpan : 2048};
 };
 
 // Measured on the H200. At most 128 registers a thread and 67 KB: beside a block of the linears, whose weights then
 // come while this one works and the other way round; of a batch, three to a multiprocessor.
 template <class S, class T>
 using RowForm = Form<S, T, S::D == 256 ? 96 << 10 : 64 << 10, kGroup, S::D == 256 ? 2 : 4>;
+// A short row of many KV heads, whose parts would be more blocks than there are multiprocessors: so few that each fits
+// beside one of the linears at once. Three blocks, since of clusters of four an H200 has room for 30, not 33.
+template <class S, class T>
+using DealtForm = Form<S, T, 64 << 10, 3, 4, 3>;
 // One row that may be long: no clusters, which would crowd some parts of the device and leave others empty, and no two
 // blocks on one multiprocessor, whose memory they would share. In int8, where warps wait for latencies, several may be.
 template <class S, class T>
@@ -126,12 +132,15 @@ struct Ring {
   static constexpr int kUnits{kWarpBytes / kTileBytes};              // a tile's keys or its values are a unit
   static constexpr int kPerChunk{16 / static_cast<int>(sizeof(T))};  // values
   static constexpr int kChunks{D / kPerChunk}, kRowsAtOnce{kWarp / kChunks};
-  static constexpr int kStep{kWarps * kTile};        // from a warp's tile to its next
-  static constexpr int kAround{kUnits / 2 * kStep};  // and to the one that takes its place
+  static constexpr int kStep{kWarps * kTile * (F::kDealt ? F::kCluster : 1)};  // from a warp's tile to its next
+  static constexpr int kAround{kUnits / 2 * kStep};                            // and to the one that takes its place
   static_assert(kUnits % 2 == 0);
-  static_assert(kUnits / 2 < kWarp);  // pages() has a tile a lane
-  // A tile that starts too late for its page is also on the one on which the warp's next tile starts.
-  static_assert(kTile <= kStep && kStep <= kPage);
+  // To where a tile goes on that starts too late for its page: that of the warp's next tile is the same, if it is near.
+  static constexpr int kFurther{F::kDealt ? kTile : kStep};
+  static_assert(kTile <= kFurther && kFurther <= kPage);
+  static constexpr int kLanes{F::kDealt ? kWarp / 2 : kWarp};  // pages() has a tile a lane
+  static_assert(kUnits / 2 < kLanes);
+  static_assert(!F::kDealt || F::kParts <= kUnits / 2 + 1);  // attend_tile() asks for one tile behind the first ones
 
   // Shared addresses in unit 0 of this lane's first chunk of copies and of operands; others differ by a constant, as
   // exclusive or with the chunk (128-byte rows of chunks are aligned) or as sum.
@@ -171,8 +180,11 @@ struct Ring {
   __device__ __forceinline__ int page(int p) const {
     return page_of<kEarly>(cache, slot, min(p, end - 1));
   }
-  // Of the warp's tiles from p on, one a lane; may be asked for before dependency_wait().
-  __device__ __forceinline__ int pages(int p) const { return page<true>(p + lane * kStep); }
+  // Of the warp's tiles from p on, one a lane, and behind kLanes those on which they go on; may be asked for before
+  // dependency_wait().
+  __device__ __forceinline__ int pages(int p) const {
+    return page<true>(F::kDealt ? p + lane % kLanes * kStep + lane / kLanes * kFurther : p + lane * kStep);
+  }
   // Chunk 2 c further than at `address`, whose chunk is even or odd in its row's order.
   __device__ __forceinline__ static uint32_t further(uint32_t address, int c) {
     return (address ^ (2 * c % 8) << 4) + 2 * c / 8 * 128;
@@ -226,7 +238,8 @@ struct Ring {
     } else {
 #pragma unroll 1
       for (int unit = 0; unit < kUnits; unit += 2, p += kStep) {
-        const int page = __shfl_sync(kAllLanes, pages, unit / 2), next = __shfl_sync(kAllLanes, pages, unit / 2 + 1);
+        const int page = __shfl_sync(kAllLanes, pages, unit / 2);
+        const int next = __shfl_sync(kAllLanes, pages, unit / 2 + (F::kDealt ? kLanes : 1));
         if (p < end) fetch_keys(unit, p, page, next);
         copy_async_commit();
         if (p < end) fetch(unit + 1, cache.v, p, page, next);
@@ -509,7 +522,7 @@ __device__ __forceinline__ void attend_tile(Accumulator<F>& sum, const Ring<F>& 
                                             int& page, int& unit, Insert insert, Scored scored) {
   using R = Ring<F>;
   const int far = p + R::kAround;
-  const int next = far < ring.end ? ring.page(far + R::kStep) : 0;  // a tile before it is needed
+  const int next = far < ring.end ? ring.page(far + R::kFurther) : 0;  // a tile before it is needed
   float s[1][4], scales[1][4], highest[1][2];
   copy_async_wait<R::kUnits - 1>();
   __syncwarp();  // the keys have arrived for every lane

@@ -296,6 +296,7 @@ inline bool overlaps(const Launch& launch) { return launch.programmatic && compi
 struct LastLaunch {
   int shared_bytes;  // of a block
   bool starts_next;  // before its own wait: linears behind it fill their rings bit by bit
+  bool reads_more;   // then of memory than a few blocks: in smaller bits
 };
 inline thread_local LastLaunch last_launch{};
 
@@ -333,7 +334,7 @@ void launch_cluster(const Launch& launch, What what, void (*kernel)(Params...), 
   if (status != cudaSuccess) {
     check(status, what());
   }
-  last_launch = {static_cast<int>(shared_bytes), false};
+  last_launch = {static_cast<int>(shared_bytes)};
 }
 
 // The same without clusters.

@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
   if constexpr (Grouped) ask_for_records(chain.links[0]);
   stream.next_link();
   constexpr bool kPaces{C <= kMostEarlyRows && (Fmt::kInteger || E != Extras::layer)};  // else no registers for it
-  const int at_once = kPaces && chain.paced ? Ring::kPaced : Ring::kStages;
+  const int at_once = !kPaces || !chain.paced ? Ring::kStages : chain.slowly ? 1 : Ring::kPaced;
 #pragma unroll 1
   for (int i = 0; i < at_once; ++i) refill(i);  // weights: the step does not change them
   if constexpr (Fmt::kInteger && !Grouped) {
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
   }
 #pragma unroll 1
   for (int i = at_once; i < Ring::kStages; ++i) {
-    copy_async_wait<Ring::kPaced - 1>();
+    at_once == 1 ? copy_async_wait<0>() : copy_async_wait<Ring::kPaced - 1>();
     refill(i);
   }
   GridBarrier<> grid{reinterpret_cast<uint32_t*>(chain.barrier)};
@@ -369,7 +369,7 @@ void launch_decode(DecodeChain chain, const Launch& launch, const std::string& w
     });
     last_launch.starts_next = C <= kMostEarlyRows && overlaps(launch);
   }
-  chain.paced = last_launch.starts_next;
+  chain.paced = last_launch.starts_next, chain.slowly = last_launch.reads_more;
   int grid = 0, shared_bytes = 0;
   Extras extras = Extras::none;
   for (int i = 0; i < chain.count; ++i) {

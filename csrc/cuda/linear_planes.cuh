@@ -90,6 +90,7 @@ struct DecodeChain {
   DecodeArgs links[kMaxLinks];
   int count;
   bool paced;    // rings are filled bit by bit: the kernel before is still to load what all wait for
+  bool slowly;   // stage by stage
   int* barrier;  // between two links; see grid_barrier.cuh
 };
 

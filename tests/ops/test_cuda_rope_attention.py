@@ -200,7 +200,7 @@ def test_linears_that_start_before_its_wait(rows: int, d: int, heads: int, kv_he
         ops.pack_linear([quantized(n, k, bits, -1, "zero", BF16)[0]], DEVICE)
         for n, k in ((columns, hidden), (hidden, heads * d))
     )
-    c = make_projection([100 + 9 * i for i in range(rows)], heads, kv_heads, d, capacity=512)
+    c = make_projection([470 - 9 * i for i in range(rows)], heads, kv_heads, d, capacity=512)
 
     def layers(x: Tensor) -> Tensor:
         for _ in range(3):
@@ -242,6 +242,20 @@ def test_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int, dty
     for m in range(len(LENGTHS)):
         row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
         assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
+
+
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.sanitize), 45, 300])
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("d", [64, *FILLED, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(17, 17), (32, 32), (44, 44), (64, 32), (45, 45)])
+def test_of_a_short_row_of_many_kv_heads(heads: int, kv_heads: int, d: int, dtype: torch.dtype, window: int) -> None:
+    """Its parts are dealt to a few blocks; as in a batch."""
+    lengths = [1, 16, 63, 64, 65, 128, 129, 192, 193, 257, 320, 383, 447, 448, 511, 512]
+    c = make_projection(lengths, heads, kv_heads, d, dtype, capacity=512)
+    whole = check_rope_attention(c, window=window)
+    for m in range(len(lengths)):
+        row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
+        assert same_bits(whole[m : m + 1], check_rope_attention(c | row, window=window))
 
 
 @pytest.mark.sanitize
@@ -292,8 +306,13 @@ def test_what_long_rows_have_is_shared_out_at_each_replay(dtype: torch.dtype) ->
 @pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_with_norms(d: int, plus_one: bool, dtype: torch.dtype) -> None:
-    c = make_projection([1, 77, 1000], 16, 8, d, dtype, capacity=1000)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "capacity"), [([1, 77, 1000], 16, 8, 1000), ([300], 32, 32, 400)]
+)
+def test_with_norms(
+    lengths: list[int], heads: int, kv_heads: int, capacity: int, d: int, plus_one: bool, dtype: torch.dtype
+) -> None:
+    c = make_projection(lengths, heads, kv_heads, d, dtype, capacity)
     norms = {"q_norm": torch.rand(d, device=DEVICE) + 0.5, "k_norm": torch.rand(d, device=DEVICE)}
     check_rope_attention(c, **norms, eps=1e-5, plus_one=plus_one)
 
@@ -416,10 +435,15 @@ def test_in_a_graph(d: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize("d", [96, 128])
-def test_sees_positions_that_change_just_before(d: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "capacity"), [([64, 1, 128, 2047], 8, 2, 2100), ([126], 32, 32, 400)]
+)
+def test_sees_positions_that_change_just_before(
+    lengths: list[int], heads: int, kv_heads: int, capacity: int, d: int, dtype: torch.dtype
+) -> None:
     """The kernel ahead moves the rows on while this one has started and guessed where they are."""
-    c = make_projection([64, 1, 128, 2047], 8, 2, d, dtype, capacity=2100)
-    state, steps, m = ops.SamplingState.greedy(4, DEVICE), 6, 4
+    m, steps = len(lengths), 6
+    c, state = make_projection(lengths, heads, kv_heads, d, dtype, capacity), ops.SamplingState.greedy(m, DEVICE)
     logits, positions = torch.randn(m, 128256, device=DEVICE), c["positions"].clone()
     qkv = [torch.randn_like(c["qkv"], dtype=FP32).to(BF16) for _ in range(steps)]
     caches = [[copied(c[name]) for name in ("k_cache", "v_cache")] for _ in range(2)]
