@@ -602,7 +602,15 @@ Choice choose(const AttentionArgs& a) {
         }
         return choice<LongForm<S, T>, false, kFused>(a);
       }
-    return choice<RowForm<S, T>, false, kFused>(a);
+    const Choice row = choice<RowForm<S, T>, false, kFused>(a);
+    if constexpr (kFused && S::kExact && S::D == 128 && sizeof(T) > 1) {
+      const auto fits = [](const Choice& c) { return fit_beside_last(c.bytes + c.fixed) > 0; };
+      if (a.rows == 1 && a.cache.capacity() <= kGroup * kLeastSpan && !fits(row)) {
+        const Choice brief = choice<ShortForm<S, T>, false, true>(a);
+        if (fits(brief)) return brief;
+      }
+    }
+    return row;
   }
 }
 

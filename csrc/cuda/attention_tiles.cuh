@@ -95,6 +95,10 @@ struct Form : Size {
 // come while this one works and the other way round; of a batch, three to a multiprocessor.
 template <class S, class T>
 using RowForm = Form<S, T, S::D == 256 ? 96 << 10 : 64 << 10, kGroup, S::D == 256 ? 2 : 4>;
+// The same for a short row, whose warps have a tile each: beside linears that leave less. What remains of a ring is
+// room for merges.
+template <class S, class T>
+using ShortForm = Form<S, T, 4 * 99 * 128, kGroup, 4>;
 // A short row of many KV heads, whose parts would be more blocks than there are multiprocessors: so few that each fits
 // beside one of the linears at once. Three blocks, since of clusters of four an H200 has room for 30, not 33.
 template <class S, class T>
@@ -129,12 +133,12 @@ struct Ring {
   static constexpr int kThreads{kWarps * kWarp};
   static constexpr int kWarpBytes{F::kRingBytes / kWarps};
   static constexpr int kPitch{D * static_cast<int>(sizeof(T))}, kTileBytes{kTile * kPitch};
-  static constexpr int kUnits{kWarpBytes / kTileBytes};              // a tile's keys or its values are a unit
+  static constexpr int kUnits{kWarpBytes / kTileBytes / 2 * 2};      // a tile's keys or its values are a unit
   static constexpr int kPerChunk{16 / static_cast<int>(sizeof(T))};  // values
   static constexpr int kChunks{D / kPerChunk}, kRowsAtOnce{kWarp / kChunks};
   static constexpr int kStep{kWarps * kTile * (F::kDealt ? F::kCluster : 1)};  // from a warp's tile to its next
   static constexpr int kAround{kUnits / 2 * kStep};                            // and to the one that takes its place
-  static_assert(kUnits % 2 == 0);
+  static_assert(kUnits > 0 && kWarpBytes % 128 == 0);
   // To where a tile goes on that starts too late for its page: that of the warp's next tile is the same, if it is near.
   static constexpr int kFurther{F::kDealt ? kTile : kStep};
   static_assert(kTile <= kFurther && kFurther <= kPage);
