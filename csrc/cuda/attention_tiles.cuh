@@ -87,7 +87,7 @@ struct Form : Size {
   static constexpr bool kDealt{kClusterBlocks > 1 && kMostParts > 1};
   // Two tiles at a time, where a multiprocessor has one block whose warps wait for latencies rather than for memory.
   static constexpr bool kPairs{kInt8 && kClusterBlocks == 1 && kMostParts == 1};
-  // At most, of a block that takes several parts; those of a warp, or dealt out, are of the least span.
+  // At most, of a block that takes several parts; of a warp's or dealt ones, which are of the least span, of a row.
   static constexpr int kPositions{kOneWarp || kDealt ? kGroup * kLeastSpan : 2048};
 };
 
@@ -95,12 +95,12 @@ struct Form : Size {
 // come while this one works and the other way round; of a batch, three to a multiprocessor.
 template <class S, class T>
 using RowForm = Form<S, T, S::D == 256 ? 96 << 10 : 64 << 10, kGroup, S::D == 256 ? 2 : 4>;
-// The same for a short row, whose warps have a tile each: beside linears that leave less. What remains of a ring is
-// room for merges.
+// The same for a short row, whose warps have a tile each: beside linears that leave less. Merges take 12,608 bytes a
+// warp, more than a tile.
 template <class S, class T>
-using ShortForm = Form<S, T, 4 * 99 * 128, kGroup, 4>;
-// A short row of many KV heads, whose parts would be more blocks than there are multiprocessors: so few that each fits
-// beside one of the linears at once. Three blocks, since of clusters of four an H200 has room for 30, not 33.
+using ShortForm = Form<S, T, 4 * 12672, kGroup, 4>;
+// A short row of many KV heads, whose parts would be more blocks than there are multiprocessors: so few that all fit
+// beside the linears at once (measured with 32 heads). Three, since an H200 has room for 30 clusters of four, not 33.
 template <class S, class T>
 using DealtForm = Form<S, T, 64 << 10, 3, 4, 3>;
 // One row that may be long: no clusters, which would crowd some parts of the device and leave others empty, and no two
@@ -193,7 +193,7 @@ struct Ring {
   __device__ __forceinline__ static uint32_t further(uint32_t address, int c) {
     return (address ^ (2 * c % 8) << 4) + 2 * c / 8 * 128;
   }
-  // The keys or the values at p, from their pool; the tile starts on `page`, the warp's next one on `next`.
+  // The keys or the values at p, from their pool; the tile starts on `page`, the one kFurther behind it on `next`.
   __device__ __forceinline__ void fetch(int unit, const void* pool, int p, int page, int next) const {
     const uint32_t target = copies + unit * kTileBytes;
     const T* const from = static_cast<const T*>(pool) + F::row_start(cache, page, 0, p) + chunk;
@@ -518,9 +518,9 @@ struct Accumulator {
   }
 };
 
-// A warp's tile at p, which fill() asked for, and on to its next; `page` is that of the tile to ask for next, `unit`
-// this one's. kFirst: the sum is empty. insert(unit, p, which) puts in a key (0) or value (1) that the cache lacks;
-// scored(sum, dots, highest, p) is Accumulator::score_tiles.
+// A warp's tile at p, which fill() asked for, and on to its next; `page` is that of the tile to ask for next, of dealt
+// parts of the only one, `unit` this one's. kFirst: the sum is empty. insert(unit, p, which) puts in a key (0) or value
+// (1) that the cache lacks; scored(sum, dots, highest, p) is Accumulator::score_tiles.
 template <bool kFirst, class F, class Insert, class Scored>
 __device__ __forceinline__ void attend_tile(Accumulator<F>& sum, const Ring<F>& ring, const Queries<F>& q, int& p,
                                             int& page, int& unit, Insert insert, Scored scored) {

@@ -296,7 +296,7 @@ inline bool overlaps(const Launch& launch) { return launch.programmatic && compi
 struct LastLaunch {
   int shared_bytes;  // of a block
   bool starts_next;  // before its own wait: linears behind it fill their rings bit by bit
-  bool reads_more;   // then of memory than a few blocks: in smaller bits
+  bool slowly;       // they do so stage by stage, since it reads much by then
 };
 inline thread_local LastLaunch last_launch{};
 

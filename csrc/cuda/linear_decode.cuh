@@ -369,7 +369,7 @@ void launch_decode(DecodeChain chain, const Launch& launch, const std::string& w
     });
     last_launch.starts_next = C <= kMostEarlyRows && overlaps(launch);
   }
-  chain.paced = last_launch.starts_next, chain.slowly = last_launch.reads_more;
+  chain.paced = last_launch.starts_next, chain.slowly = last_launch.slowly;
   int grid = 0, shared_bytes = 0;
   Extras extras = Extras::none;
   for (int i = 0; i < chain.count; ++i) {

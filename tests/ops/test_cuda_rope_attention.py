@@ -124,7 +124,7 @@ def check_rope_attention(c: dict[str, Any], together: bool = True, **options: An
 @pytest.mark.parametrize("d", [64, *FILLED, 128, 256])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "lengths", "capacity"),
-    [(8, 2, [1, 64, 65, 300], 300), (4, 2, [200], 200), (17, 17, [300], 300), (1, 1, [70], 16400)],
+    [(8, 2, [1, 64, 65, 300], 300), (4, 2, [200], 200), (17, 17, [500], 500), (1, 1, [70], 16400)],
     ids=["batch", "one row", "many KV heads", "long cache"],
 )
 def test_small(heads: int, kv_heads: int, d: int, lengths: list[int], capacity: int, dtype: torch.dtype) -> None:
@@ -205,14 +205,16 @@ def test_linears_that_start_before_its_wait(
     )
     c = make_projection([470 - 9 * i for i in range(rows)], heads, kv_heads, d, capacity=512)
 
-    def layers(x: Tensor) -> Tensor:
+    def layers(x: Tensor, together: bool = True) -> Tensor:
         for _ in range(3):
-            attended = cuda.rope_attention(**(c | {"qkv": ops.linear(x, first).unflatten(1, (-1, d))}))
+            projected = c | {"qkv": ops.linear(x, first).unflatten(1, (-1, d))}
+            attended = cuda.rope_attention(**projected) if together else by_parts(projected)
             x = ops.linear(attended.flatten(1), last)
         return x
 
     inputs = [activations(rows, hidden, BF16), activations(rows, hidden, BF16).flip(1).contiguous()]
-    want = [layers(x) for x in inputs]
+    want = [layers(x, together=False) for x in inputs]
+    assert all(torch.equal(layers(x), result) for x, result in zip(inputs, want, strict=True))
     assert all(x.isfinite().all() for x in want)
     assert not torch.equal(*want)
     x = torch.empty_like(inputs[0])
@@ -247,9 +249,9 @@ def test_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int, dty
         assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
 
 
-@pytest.mark.parametrize("window", [0, 45, 300])
+@pytest.mark.parametrize("window", [0, 45, 450])
 @pytest.mark.parametrize("d", [64, *FILLED, 128])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(17, 17), (32, 32), (64, 32), (45, 45)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(17, 17), (32, 32), (64, 32), (200, 20), (45, 45)])
 def test_of_a_short_row_of_many_kv_heads(heads: int, kv_heads: int, d: int, window: int) -> None:
     """Its parts are dealt to a few blocks, each as it is in a batch and what it writes as by parts."""
     lengths = [1, 16, 63, 64, 65, 128, 129, 192, 193, 257, 320, 383, 447, 448, 511, 512]
@@ -347,6 +349,17 @@ def test_leaves_idle_rows_and_full_slots_alone(d: int) -> None:
     assert same_bits(fused[0][:3], apart[0][:3])
     for got, want in zip(fused[1:], apart[1:], strict=True):
         assert same_bits(got, want)
+
+
+@pytest.mark.parametrize("d", [96, 128])
+def test_leaves_an_idle_row_and_a_full_slot_of_many_kv_heads_alone(d: int) -> None:
+    c = make_projection([500], 32, 32, d, capacity=512)
+    c["cos"], c["sin"] = (torch.cat([t, t]) for t in (c["cos"], c["sin"]))
+    c["k_cache"], c["v_cache"] = (c[name].nan_to_num(1.0) for name in ("k_cache", "v_cache"))
+    for change in ({"positions": c["positions"] + 13}, {"slots": torch.full_like(c["slots"], -1)}):
+        fused, apart = (run_rope_attention(c | change, together) for together in (True, False))
+        assert all(same_bits(a, b) for a, b in zip(fused, apart, strict=True))
+        assert all(same_bits(a, c[name]) for a, name in zip(fused[1:], ("k_cache", "v_cache"), strict=True))
 
 
 @pytest.mark.parametrize(("d", "dtype"), [(192, BF16), (72, BF16), (64, FP32), (256, FP32), (96, FP32), (192, INT8)])
