@@ -10,7 +10,8 @@
 #   schedules            500 random schedules of the engine, over all kinds of models
 #   peers, vllm-folders  need --vllm DIR, with run_vllm.py and vLLM's site.tar.xz
 # With --wheel FILE, one of `make wheel`, build installs that: the tests' result is then also the wheel's. With --data
-# DIR tests find the real checkpoints and text that some of them read. With --again DIR, which has tests.xml and
+# DIR tests find the real checkpoints and text that some of them read. With --share K/N, tests are every N-th case from
+# the K-th on, recorded once all N shares are there. With --again DIR, which has tests.xml and
 # schedules.xml of a run of the same tree, tests and schedules run what failed there alone and count the rest of that
 # run too; the record says how many ran again. Results collect in out/gpu_check/ until `record` writes them to
 # benchmarks/h200/*.json (or --record DIR) and benchmarks/wheel.json; rows that were not measured again stay there.
@@ -30,6 +31,7 @@ tree=
 vllm=
 wheel=
 data=
+share=
 again=
 limit=86400
 failed=0
@@ -88,7 +90,7 @@ build() {  # for the card that is present, or from a wheel for all; into a folde
   $python -c "import compressed_tensors, transformers, xdist"  # what the tests need, before minutes are spent
   rm -rf "$site" && mkdir -p "$site"
   local other
-  rm -f "$state/wheel.txt" "$state/tests.xml"
+  rm -f "$state/wheel.txt" "$state"/tests*.xml
   $python -m pip install -q --no-build-isolation --no-deps --no-index --target "$site" "${wheel:-.}"
   if [[ -n $wheel ]]; then
     other=$(diff -rq -x __pycache__ runtime "$site/nibblelm" | grep -v "^Only in $site/nibblelm" || true)
@@ -107,7 +109,7 @@ gpu_tests() {  # $1: name of the results; the rest: what to run, in place of whi
     [[ ${#what[@]} -gt 0 ]] || return 0
     name+=.again
   fi
-  OMP_NUM_THREADS=2 bounded $python -m pytest -q -n $(($(nproc) / 2)) -p no:cacheprovider -m gpu \
+  OMP_NUM_THREADS=1 bounded $python -m pytest -q -n $(($(nproc) - 1)) -p no:cacheprovider -m gpu \
     ${data:+--data "$data"} $([[ $1 != schedules ]] || echo --schedules 500) --junitxml="$state/$name.xml" "${what[@]}"
 }
 
@@ -122,9 +124,13 @@ PYTHON
 }
 
 run_tests() {
-  local files  # those of the server need packages that have no business on a card
-  mapfile -t files < <(grep -rlE "mark\.(gpu|sanitize)" tests --include="test_*.py")
-  gpu_tests tests "${files[@]}"
+  local what  # files of the server need packages that have no business on a card
+  mapfile -t what < <(grep -rlE "mark\.(gpu|sanitize)" tests --include="test_*.py")
+  if [[ -n $share ]]; then
+    $python -m pytest -q --collect-only -p no:cacheprovider -m gpu "${what[@]}" | grep :: > "$state/cases"
+    mapfile -t what < <(split --number="r/$share" "$state/cases")
+  fi
+  gpu_tests "tests${share:+.${share/\//of}}" "${what[@]}"
 }
 
 schedules() {
@@ -280,23 +286,29 @@ import torch
 state, record, tree = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 
 
-def counted(path):
-    suites = list(xml.parse(path).getroot().iter("testsuite"))
+def counted(*paths):
+    suites = [suite for path in paths for suite in xml.parse(path).getroot().iter("testsuite")]
     count = {key: sum(int(s.get(key, 0)) for s in suites) for key in ("tests", "failures", "errors", "skipped")}
     failed = count["failures"] + count["errors"]
     result = {"passed": count["tests"] - failed - count["skipped"], "failed": failed, "skipped": count["skipped"]}
-    if not (second := path.with_suffix(".again.xml")).exists():
+    if not (second := [again for path in paths if (again := path.with_suffix(".again.xml")).exists()]):
         return result
-    again = counted(second)
+    again = counted(*second)
     result = {key: result[key] + again[key] for key in result}
     return {**result, "failed": again["failed"], "run again": failed}
 
 
+stems = {path.stem for path in state.glob("tests*.xml") if ".again" not in path.suffixes}
+shares = max((int(stem.partition("of")[2] or 1) for stem in stems), default=0)
+if stems - {"tests"} and stems != {f"tests.{share}of{shares}" for share in range(1, shares + 1)}:
+    print(f"not all shares of the tests and nothing else is there, so they are not recorded: {sorted(stems)}")
+    stems = set()
+tests = [state / f"{stem}.xml" for stem in stems]
 driver = subprocess.run(
     ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
 ).stdout.strip()
 summary = {
-    **(counted(state / "tests.xml") if (state / "tests.xml").exists() else {}),
+    **(counted(*tests) if tests else {}),
     "tree": tree,
     "versions": {"gpu and driver": driver, "torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
     "sanitizer": {p.stem: p.read_text().strip() for p in sorted(state.glob("*check.txt"))},
@@ -311,12 +323,12 @@ for part in ("cards", "schedules"):
     elif part in known:
         summary[part] = known[part]
 path.write_text(json.dumps(summary, indent=1) + "\n")
-if (state / "wheel.txt").exists() and (state / "tests.xml").exists():
+if (state / "wheel.txt").exists() and tests:
     path = record.parent / "wheel.json"
     name, size = (state / "wheel.txt").read_text().split()
-    tests = {"wheel": Path(name).name, "wheel_bytes": int(size), **counted(state / "tests.xml"), "gpu": driver, "tree": tree}
+    passed = {"wheel": Path(name).name, "wheel_bytes": int(size), **counted(*tests), "gpu": driver, "tree": tree}
     known = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**known, "gpu_tests": tests}, indent=1) + "\n")
+    path.write_text(json.dumps({**known, "gpu_tests": passed}, indent=1) + "\n")
 lines = {"e2e": ("e2e", "e2e.families"), "drafts": ("drafts",)}
 results = {
     name: [json.loads(line) for path in files if (state / f"{path}.jsonl").exists() for line in (state / f"{path}.jsonl").open()]
@@ -357,6 +369,7 @@ while [[ $# -gt 0 ]]; do
     --vllm) vllm=$2; shift 2 ;;
     --wheel) wheel=$2; shift 2 ;;
     --data) data=$2; shift 2 ;;
+    --share) share=$2; shift 2 ;;
     --again) again=$2; shift 2 ;;
     --limit) limit=$2; shift 2 ;;
     build | tests | memcheck | racecheck | ops | e2e | latency | load | serve | convert | record) parts+=("$1"); shift ;;

@@ -70,6 +70,22 @@ def test_what_a_failed_part_measured_is_recorded(check: Callable[..., Any], tmp_
     assert wheel == {"wheel": "a.whl", "wheel_bytes": 1234, **counts, "gpu": "a card, 1", "tree": TREE}
 
 
+def test_shares_of_the_tests_are_recorded_once_all_are_there(check: Callable[..., Any], tmp_path: Path) -> None:
+    state, record = tmp_path / "out" / "gpu_check", tmp_path / "benchmarks" / "h200"
+    state.mkdir(parents=True)
+    record.mkdir(parents=True)
+    (record / "tests.json").write_text('{"passed": 1, "tree": "old"}')
+    (state / "tests.1of2.xml").write_text(JUNIT)
+    assert "not recorded: ['tests.1of2']" in check("--tree", TREE, "record").stdout
+    assert json.loads((record / "tests.json").read_text()) == {"passed": 1, "tree": "old"}
+    (state / "tests.2of2.xml").write_text(JUNIT)
+    (state / "tests.2of2.again.xml").write_text('<testsuite tests="2" failures="0" errors="0" skipped="0"/>')
+    assert check("--tree", TREE, "record").returncode == 0
+    counts = {"passed": 8, "failed": 0, "skipped": 4, "run again": 4, "tree": TREE}
+    tests = json.loads((record / "tests.json").read_text())
+    assert tests | counts == tests
+
+
 def test_what_is_missing_is_named(check: Callable[..., Any]) -> None:
     for arguments, code, message in (
         (["peers"], 2, "pass --tree"),
