@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nibblelm.config import POSITIVE, DecoderConfig, Key, RopeConfig, decoder_config, read_keys, renamed
+from nibblelm.errors import ConfigError
 from nibblelm.layers import Attention, Decoder, Mlp, Rope, Weights, heads_apart, norm
 from nibblelm.models import llama
 
@@ -48,6 +49,22 @@ def variant(raw: Mapping[str, Any]) -> str:
     return "chatglm_6b" if "position_encoding_2d" in raw else "chatglm"
 
 
+def _rope(raw: Mapping[str, Any], ratio: float) -> RopeConfig:
+    """Contexts longer than in training: ChatGLM2 divides positions by rope_ratio, later ones multiply their base.
+
+    Which one a file is, its name alone says where both have the same vocabulary.
+    """
+    name = str(raw.get("_name_or_path", "")).lower()
+    if ratio != 1 and raw["padded_vocab_size"] == 65024 and "chatglm" not in name:
+        raise ConfigError(
+            f"config.json: rope_ratio {ratio} means one thing in ChatGLM2 and another in ChatGLM3, and _name_or_path "
+            f"{name!r} names neither; write 'chatglm2-6b-32k' or 'chatglm3-6b-32k', say, there"
+        )
+    if "chatglm2" in name and ratio > 1:
+        return RopeConfig("linear", 10000.0, {"factor": ratio}, 0.5)
+    return RopeConfig("default", 10000.0 * ratio, {}, 0.5)
+
+
 def read_config(raw: Mapping[str, Any], strict: bool = False) -> ChatGLMConfig:
     """config.json of a ChatGLM2 or later -> ChatGLMConfig."""
     values = read_keys(raw, KEYS, strict)
@@ -65,7 +82,7 @@ def read_config(raw: Mapping[str, Any], strict: bool = False) -> ChatGLMConfig:
         raw,
         {**renamed(values, common), "num_key_value_heads": values["multi_query_group_num"] if several else None},
         ChatGLMConfig,
-        rope=RopeConfig("default", 10000.0 * values["rope_ratio"], {}, 0.5),
+        rope=_rope(raw, values["rope_ratio"]),
         interleaved=True,
         grouped=not several,
         qkv_bias=values["add_qkv_bias"] or bias,

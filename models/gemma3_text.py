@@ -17,6 +17,7 @@ KEYS = {
     "num_attention_heads": Key(int, 8, minimum=1),
     "max_position_embeddings": Key(int, 131072, minimum=1),
     "sliding_window_pattern": Key(int, 6, minimum=1),
+    "attn_logit_softcapping": Key(float, None, only=(None,)),  # transformers reads it and does not apply it
     "layer_types": WINDOW_KEYS["layer_types"],
     "rope_local_base_freq": Key(float, 10000.0, minimum=1.0),
 }

@@ -21,7 +21,7 @@ KEYS = {
     "activation_function": Key(str, "gelu_new", only=tuple(GELU_FORMS)),
     "layer_norm_epsilon": Key(float, 1e-5, minimum=0.0),
     "scale_attn_weights": Key(bool, True, only=(True,), optional=True),
-    "tie_word_embeddings": Key(bool, False, only=(False,), optional=True),
+    "tie_word_embeddings": Key(bool, False, optional=True),
 }
 
 

@@ -30,6 +30,11 @@ KEYS = {
 }
 
 
+def tensor_name(name: str) -> str:
+    """Some published files have the names of the model without its head."""
+    return f"model.{name}" if name.startswith("decoder.") else name
+
+
 @dataclass(frozen=True)
 class OPTConfig(DecoderConfig):
     """`before`: norms stand before the blocks; `last`: and after the layers."""

@@ -15,7 +15,7 @@ KEYS = {
     "hidden_act": Key(str, "gelu_new", only=tuple(GELU_FORMS)),
     "qk_layernorm": Key(bool, False, optional=True),
     "partial_rotary_factor": Key(float, 0.5, optional=True),
-    "tie_word_embeddings": Key(bool, False, only=(False,), optional=True),  # the head has a bias
+    "tie_word_embeddings": Key(bool, False, optional=True),
 }
 
 

@@ -26,7 +26,8 @@ def read_config(raw: Mapping[str, Any], strict: bool = False) -> DecoderConfig:
     for name in ("rope_type", "type"):
         if section.get(name) in ("su", "yarn"):  # what the first files call longrope
             section[name] = "longrope"
-    rope = read_rope({**raw, "rope_parameters": section}, default_partial=1.0)
+    original = {"original_max_position_embeddings": values["original_max_position_embeddings"]}
+    rope = read_rope({**raw, **original, "rope_parameters": section}, default_partial=1.0)
     return decoder_config(raw, values, windows=windows, rope=rope)
 
 

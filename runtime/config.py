@@ -67,7 +67,7 @@ DECODER_KEYS: dict[str, Key] = {
 WINDOW_KEYS: dict[str, Key] = {
     "use_sliding_window": Key(bool, False, optional=True),
     "sliding_window": Key(int, None, minimum=1),
-    "max_window_layers": Key(int, 0, optional=True, minimum=0),
+    "max_window_layers": Key(int, 28, optional=True, minimum=0),
     "layer_types": Key(list, None),
 }
 

@@ -324,7 +324,8 @@ class LLM:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
-                    "this folder has no tokenizer; copy tokenizer.json into it, or pass token ids instead"
+                    "this folder has no tokenizer that is supported (tokenizer.json, vocab.json and merges.txt, "
+                    "tokenizer.model); copy one of these into it, or pass token ids instead"
                 )
             ids = self.tokenizer.encode(prompt)
         else:

@@ -121,6 +121,9 @@ def _rope_numbers(kind: str, section: dict[str, Any], raw: Mapping[str, Any]) ->
         section[original] = raw[original]
     if kind == "dynamic" or (kind in ("yarn", "longrope") and section.get(original) is None):
         section[original] = limit
+    if kind == "linear":
+        section.pop(original, None)  # does not depend on it
+    section.pop("finetuned", None)  # says how the file was made
     keys = _ROPE_NUMBERS[kind]
     unknown = sorted(set(section) - set(keys)) if kind != "default" else []
     if unknown:

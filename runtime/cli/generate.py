@@ -82,6 +82,11 @@ def _prompt(args: argparse.Namespace) -> str:
     from nibblelm.errors import RequestError
 
     if args.prompt not in (None, "-"):
+        try:
+            args.prompt.encode()
+        except UnicodeEncodeError as error:  # what the shell gave that Python could not read
+            where = f"-p, character {error.start}"
+            raise RequestError(f"{where}: not UTF-8; convert the text to UTF-8") from error
         return args.prompt
     if args.file is None and sys.stdin is None:
         raise RequestError("-p - reads standard input, which is closed; give -p TEXT or -f FILE")

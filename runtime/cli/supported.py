@@ -16,7 +16,8 @@ def table() -> str:
     lines += [f"| {name} | {', '.join(switches(name)) or 'none'} |" for name in families()]
     inside = ", ".join(f"{whole} ({text})" for whole, text in NESTED.items())
     types = ", ".join(ROPE_TYPES)
-    return "\n".join([*lines, "", f"`rope`: rotary positions {types}. Inside {inside} the text model runs."])
+    nested = f"Inside {inside} the text model runs, of the family that text_config names, if it names one."
+    return "\n".join([*lines, "", f"`rope`: rotary positions {types}. {nested}"])
 
 
 def switches(model_type: str) -> list[str]:

@@ -1,11 +1,13 @@
-"""Builds a `tokenizers.Tokenizer` from a folder's tokenizer.json, or from vocab.json and merges.txt.
+"""Builds a `tokenizers.Tokenizer` from a folder's tokenizer.json, from vocab.json and merges.txt, or tiktoken's ranks.
 
-transformers' tokenizer classes for Llama, GPT-2 and Qwen2 rebuild the text pipeline whatever tokenizer.json says,
-other classes take the file as it is. Models are published against the former, so it is repeated here: the
-recipes below are those of transformers 5 and the tests compare the two.
+transformers' tokenizer classes for Llama, GPT-2, GPT-NeoX, Cohere and Qwen2 rebuild the text pipeline whatever
+tokenizer.json says, other classes take the file as it is. Models are published against the former, so it is repeated
+here: the recipes below are those of transformers 5 and the tests compare the two.
 """
 
+import base64
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,20 +31,27 @@ _TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # o
 GENERIC = "TokenizersBackend"
 # model_type -> the class transformers takes for it; GENERIC overrules the class that the folder names
 CLASS_OF_MODEL_TYPE = {
-    "gpt2": "GPT2Tokenizer",
-    "mistral": GENERIC,
-    "mixtral": GENERIC,
-    "phi3": GENERIC,
-    "qwen2": "Qwen2Tokenizer",
-    "qwen2_moe": "Qwen2Tokenizer",
-    "qwen3": "Qwen2Tokenizer",
-    "qwen3_moe": "Qwen2Tokenizer",
+    **dict.fromkeys(("glm", "glm4", "granite", "internlm2", "ministral", "ministral3", "mistral", "mistral3"), GENERIC),
+    **dict.fromkeys(("mixtral", "olmo2", "olmo3", "phi3", "stablelm"), GENERIC),
+    **dict.fromkeys(("codegen", "gpt2", "gptj", "opt", "phi", "starcoder2"), "GPT2Tokenizer"),
+    **dict.fromkeys(("gpt_neox", "mpt"), "GPTNeoXTokenizer"),
+    **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
+    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer"),
 }
 # Folders of this type name wrong classes so often that transformers does not believe them
 CLASS_NOT_BELIEVED = {"qwen2"}
+_OTHER_NAMES = {"CodeGenTokenizer": "GPT2Tokenizer"}
 CLASS_DEFAULTS: dict[str, dict[str, str | None]] = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+    "GPTNeoXTokenizer": {
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+        "pad_token": "<|padding|>",
+    },
+    "CohereTokenizer": {
+        **{"bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>"},
+        **{"pad_token": "<PAD>", "cls_token": "<CLS>", "sep_token": "<SEP>", "mask_token": "<MASK_TOKEN>"},
+    },
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
 }
 # Words with one leading non-letter, single digits, punctuation with its newlines, white space (Qwen2's release)
@@ -50,6 +59,8 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# The same with up to three digits together (GLM-4's release)
+GLM4_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|", 1)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -113,6 +124,7 @@ def read_settings(folder: Path) -> Settings:
 def _class_name(tokenizer_config: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     stated = tokenizer_config.get("tokenizer_class") or config.get("tokenizer_class") or ""
     stated = str(stated).removesuffix("Fast")
+    stated = _OTHER_NAMES.get(stated, stated)
     model_type = config.get("model_type")
     registered = CLASS_OF_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
     if registered is None:
@@ -133,10 +145,13 @@ def load_backend(folder: Path, settings: Settings) -> "Backend":
             backend = Backend.from_file(str(path))
             backend.no_truncation()
             backend.no_padding()
-        else:
+        elif (folder / "vocab.json").is_file():
             path = folder / "vocab.json"
             vocab, merges = read_json(path), _read_merges(folder / "merges.txt")
             backend = Backend(BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix=""))
+        else:
+            path = folder / "tokenizer.model"
+            return _of_ranks(path, settings)
         _apply_class(backend, settings, required=not from_file)
         added = [AddedToken(**settings.added[i]) for i in sorted(settings.added)]
         added += _missing_special(settings, {t.content for t in (*backend.get_added_tokens_decoder().values(), *added)})
@@ -149,6 +164,46 @@ def load_backend(folder: Path, settings: Settings) -> "Backend":
         raise
     except Exception as error:  # the library raises bare Exception for every malformed file
         raise TokenizerError(f"{path} cannot be used: {error}") from error
+    return backend
+
+
+def has_ranks(path: Path) -> bool:
+    """Whether a tokenizer.model is tiktoken's list of bytes in base64 with their ranks, a token a line."""
+    with path.open("rb") as file:
+        return re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\r?\n?", file.readline(1024)) is not None
+
+
+def _of_ranks(path: Path, settings: Settings) -> "Backend":
+    """GLM-4's tokenizer (its published ChatGLM4Tokenizer), the one model that has ranks in a tokenizer.model: a token
+    is made of any two that there are, so that its ways to be made are merges of its rank."""
+    from tokenizers import AddedToken, Regex, decoders, pre_tokenizers, processors
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.models import BPE
+
+    from nibblelm.tokenizer.detokenizer import byte_of_char
+
+    lines = (line.split() for line in path.read_bytes().splitlines() if line)
+    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+    char_of_byte = {byte: char for char, byte in byte_of_char().items()}
+    text = {token: "".join(map(char_of_byte.__getitem__, token)) for token in ranks}
+    merges: list[tuple[str, str]] = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
+        halves = [(ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks]
+        merges += [(text[a], text[b]) for _, _, a, b in sorted(halves)]
+    backend = Backend(BPE({text[token]: rank for token, rank in ranks.items()}, merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(GLM4_SPLIT), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    added = [AddedToken(**settings.added[i]) for i in sorted(settings.added)]
+    backend.add_tokens([*added, *_missing_special(settings, {token.content for token in added})])
+    opening = ("[gMASK]", "<sop>")
+    ids = [(token, backend.token_to_id(token)) for token in opening]
+    if any(token_id is None for _, token_id in ids):
+        raise TokenizerError(f"{path} has ranks; tokenizer_config.json must name [gMASK] and <sop>, as GLM-4's does")
+    backend.post_processor = processors.TemplateProcessing(single=[*opening, "$A"], special_tokens=ids)
     return backend
 
 
@@ -168,9 +223,10 @@ def _apply_class(backend: "Backend", settings: Settings, required: bool) -> None
     prefix = settings.config.get("add_prefix_space")
     model: Any = backend.model
     if settings.class_name in CLASS_DEFAULTS and not isinstance(model, models.BPE):
-        kind = type(model).__name__
-        raise TokenizerError(f"tokenizer.json has a {kind} model; {settings.class_name}, its class, is for BPE")
-    if settings.class_name == "LlamaTokenizer" and not required:
+        message = f"tokenizer.json has a {type(model).__name__} model; {settings.class_name}, its class, is for BPE"
+        raise TokenizerError(message)
+    kind, byte_level = settings.class_name, isinstance(backend.decoder, decoders.ByteLevel)
+    if kind == "LlamaTokenizer" and not required and not byte_level:  # of bytes it is Llama 3's, under a wrong name
         prefix = prefix is None or bool(prefix)
         scheme = "never" if not prefix else "always" if settings.config.get("legacy") else "first"
         backend.normalizer = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -178,21 +234,22 @@ def _apply_class(backend: "Backend", settings: Settings, required: bool) -> None
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         backend.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * prefix)
         model.unk_token, model.fuse_unk, model.byte_fallback, model.ignore_merges = None, True, True, False
-    elif settings.class_name in ("GPT2Tokenizer", "Qwen2Tokenizer"):
+    elif kind in CLASS_DEFAULTS and kind != "LlamaTokenizer":
         backend.decoder = decoders.ByteLevel()
-        if settings.class_name == "GPT2Tokenizer":
-            backend.normalizer = None  # pyright: ignore[reportAttributeAccessIssue]
-            backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix))
-        else:
-            split = pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated")
-            bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=False)
-            backend.normalizer = normalizers.NFC()
-            backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
+        normalizer: Any = None if kind == "GPT2Tokenizer" else normalizers.NFC()
+        backend.normalizer = normalizer
+        bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=bool(prefix), use_regex=kind != "Qwen2Tokenizer")
+        first: list[Any] = []
+        if kind == "Qwen2Tokenizer":
+            first = [pre_tokenizers.Split(Regex(QWEN2_SPLIT), behavior="isolated")]
+        elif kind == "CohereTokenizer":
+            first = [pre_tokenizers.Digits(individual_digits=True)]
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*first, bytes_of])
         model.unk_token, model.fuse_unk, model.byte_fallback, model.ignore_merges = None, False, False, False
     elif required:
         raise TokenizerError(
             f"vocab.json and merges.txt do not say how to split text, and the tokenizer class is "
-            f"{settings.class_name or 'not given'!r}; supported are GPT2Tokenizer and Qwen2Tokenizer "
+            f"{kind or 'not given'!r}; supported are {sorted(set(CLASS_DEFAULTS) - {'LlamaTokenizer'})} "
             "(tokenizer_class in tokenizer_config.json, or model_type in config.json); or provide a tokenizer.json"
         )
 

@@ -3,6 +3,8 @@
 Special tokens are cut out of the text first, then SentencePiece encodes what lies between them, as transformers'
 pure-Python Llama tokenizer does. `legacy` puts the dummy prefix before every part, otherwise only before the
 first; unlike the newer class it keeps a leading space of the text ("▁▁Hi"), as SentencePiece itself does.
+ChatGLM2's and ChatGLM3's class is here, too (their published ChatGLMTokenizer): five names behind the pieces, of which
+two begin a text.
 """
 
 import re
@@ -17,6 +19,7 @@ from nibblelm.tokenizer.files import Settings
 SPACE = "▁"
 # A ModelProto field given twice is merged: normalizer_spec (3) { add_dummy_prefix (3): false }
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+CHATGLM = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 
 
 class SentencePieceBackend:
@@ -48,13 +51,20 @@ class SentencePieceBackend:
             self._add(self._model.id_to_piece(i), i, {"special": True})
         for i, token in sorted(settings.added.items()):
             self._add(str(token["content"]), i, token)
+        chatglm = settings.class_name == "ChatGLMTokenizer"
+        for i, text in enumerate(CHATGLM if chatglm else (), self._model.get_piece_size()):
+            self._add(text, i, {"special": True, **self._flags.get(text, {})})
         for text in (*self.special.values(), *settings.extra):
             if text not in self._added:
                 self._add(text, self.token_to_id(text), {"special": True})
-        self._text_of = {i: text for text, i in self._added.items()}
-        longest_first = sorted(self._added, key=len, reverse=True)
-        self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
+        named_alone = set(CHATGLM) - {str(token["content"]) for token in settings.added.values()} - set(settings.extra)
+        parsed = [text for text in self._added if not (chatglm and text in named_alone)]  # "sop" is in "philosophy"
+        longest_first = sorted(parsed, key=len, reverse=True)
+        self._split = re.compile("(" + "|".join(map(self._pattern, longest_first)) + ")")
         self._bos = self._id("bos_token") if config.get("add_bos_token", True) else []
+        if chatglm:
+            self._bos = [self._added["[gMASK]"], self._added["sop"]]
+        self._text_of = {i: text for text, i in self._added.items()}
         self._eos = self._id("eos_token") if config.get("add_eos_token", False) else []
 
     def _add(self, text: str, token_id: int | None, flags: Mapping[str, Any]) -> None:
@@ -65,6 +75,9 @@ class SentencePieceBackend:
         self._flags[text] = flags
         if flags.get("special"):
             self._special_ids.add(token_id)
+
+    def _pattern(self, text: str) -> str:
+        return rf"(?<!\w){re.escape(text)}(?!\w)" if self._flags[text].get("single_word") else re.escape(text)
 
     def _id(self, name: str) -> list[int]:
         text = self.special.get(name)

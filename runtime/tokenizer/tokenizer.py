@@ -1,6 +1,7 @@
 """Text to token ids and back, the same ids as transformers' AutoTokenizer gives, without importing it."""
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +15,7 @@ from nibblelm.tokenizer.detokenizer import (
     byte_level_bytes,
     detokenizer_factory,
 )
-from nibblelm.tokenizer.files import FILES, TEMPLATES, Settings, load_backend, read_json, read_settings
+from nibblelm.tokenizer.files import FILES, TEMPLATES, Settings, has_ranks, load_backend, read_json, read_settings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as JsonTokenizer
@@ -267,9 +268,9 @@ class TextStream:
 def load_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer of a checkpoint folder, None if it has no tokenizer files.
 
-    Reads tokenizer.json, else vocab.json + merges.txt (GPT-2, Qwen2), else tokenizer.model (SentencePiece); with
-    tokenizer_config.json and the chat template beside it. Malformed files raise TokenizerError, links
-    that lead out of the folder CheckpointError.
+    Reads tokenizer.json, else vocab.json + merges.txt (GPT-2, GPT-NeoX, Cohere, Qwen2), else tokenizer.model
+    (SentencePiece, or GLM-4's ranks); with tokenizer_config.json and the chat template beside it. Malformed files raise
+    TokenizerError, links that lead out of the folder CheckpointError.
     """
     from nibblelm.checkpoint import file_in  # takes torch with it
 
@@ -282,7 +283,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
         return None
     settings = read_settings(folder)
     templates = map(_chat_templates(folder, settings).get, ("default", "tool_use"))
-    if found == "tokenizer.model":
+    if found == "tokenizer.model" and not has_ranks(folder / found):
         from nibblelm.tokenizer.sentencepiece_backend import SentencePieceBackend
 
         backend = SentencePieceBackend(folder / found, settings)
@@ -310,7 +311,8 @@ def _chat_templates(folder: Path, settings: Settings) -> dict[str, str | None]:
         found = {"default": found}
     found |= written
     if "default" not in found:
-        raise TokenizerError(f"{folder} has chat templates {sorted(map(str, found))} but none named default")
+        names = sorted(map(str, found))
+        warnings.warn(f"{folder} has chat templates {names} but none named default: it has no chats", stacklevel=3)
     for template in found.values():
         if template is not None and not isinstance(template, str):
             raise TokenizerError(f"{folder}: the chat template is a {type(template).__name__}; text is expected")

@@ -78,6 +78,7 @@ CONFIGS: dict[str, dict] = {
         num_attention_heads=3,
     ),
     "gpt_neox-sequential": dict(
+        tie_word_embeddings=True,
         hidden_size=160,
         intermediate_size=320,
         num_attention_heads=4,
@@ -198,7 +199,9 @@ CONFIGS: dict[str, dict] = {
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5),
     ),
     "phi": _sizes(head_dim=None),
-    "phi-norm": _sizes(head_dim=None, num_key_value_heads=4, qk_layernorm=True, hidden_act="gelu"),
+    "phi-norm": _sizes(
+        head_dim=None, num_key_value_heads=4, qk_layernorm=True, hidden_act="gelu", tie_word_embeddings=True
+    ),
     "starcoder2": _sizes(sliding_window=13),
     "starcoder2-untied": _sizes(use_bias=False, tie_word_embeddings=False, num_key_value_heads=1, hidden_act="gelu"),
     "cohere": _sizes(logit_scale=0.25, attention_bias=True),
@@ -233,7 +236,7 @@ CONFIGS: dict[str, dict] = {
         ),
     ),
     "gptj": dict(n_embd=128, n_head=4, rotary_dim=16, n_inner=172),
-    "codegen": dict(n_embd=128, n_head=4, rotary_dim=8, activation_function="gelu"),
+    "codegen": dict(n_embd=128, n_head=4, rotary_dim=8, activation_function="gelu", tie_word_embeddings=True),
     "gpt2": dict(n_embd=128, n_head=4),
     "gpt2-scaled": dict(
         n_embd=96,

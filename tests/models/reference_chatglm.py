@@ -14,7 +14,9 @@ class ChatGLMConfig(PretrainedConfig):
 class Attention(nn.Module):
     def __init__(self, c: ChatGLMConfig) -> None:
         super().__init__()
-        self.q, self.size, self.theta = c.num_attention_heads, c.kv_channels, 10000.0 * c.rope_ratio
+        self.q, self.size = c.num_attention_heads, c.kv_channels
+        divided = getattr(c, "divided", False)  # by the ratio: positions, ChatGLM2's; or the base multiplied
+        self.theta, self.apart = (10000.0, 1 / c.rope_ratio) if divided else (10000.0 * c.rope_ratio, 1.0)
         self.kv = c.multi_query_group_num if c.multi_query_attention else self.q
         self.several = c.multi_query_attention
         rows, bias = (self.q + 2 * self.kv) * self.size, c.add_qkv_bias or c.add_bias_linear
@@ -28,7 +30,8 @@ class Attention(nn.Module):
             q, k, v = (heads(part, n) for part, n in zip(parts, (self.q, self.kv, self.kv), strict=True))
         else:
             q, k, v = (t.transpose(0, 1) for t in mixed.unflatten(1, (self.q, 3 * self.size)).split(self.size, -1))
-        q, k = (rotate(t, torch.arange(len(x)), self.theta, self.size // 2, neighbours=True) for t in (q, k))
+        positions = torch.arange(len(x)) * self.apart
+        q, k = (rotate(t, positions, self.theta, self.size // 2, neighbours=True) for t in (q, k))
         return self.dense(attend(q, k, v, causal(len(x))))
 
 
