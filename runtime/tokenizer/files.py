@@ -199,6 +199,9 @@ def _of_ranks(path: Path, settings: Settings) -> "Backend":
     backend.decoder = decoders.ByteLevel()
     added = [AddedToken(**settings.added[i]) for i in sorted(settings.added)]
     backend.add_tokens([*added, *_missing_special(settings, {token.content for token in added})])
+    moved = {i: token["content"] for i, token in settings.added.items() if backend.token_to_id(token["content"]) != i}
+    if moved:
+        raise TokenizerError(f"{path} has {len(ranks)} ranks, behind which added tokens cannot have the ids {moved}")
     opening = ("[gMASK]", "<sop>")
     ids = [(token, backend.token_to_id(token)) for token in opening]
     if any(token_id is None for _, token_id in ids):

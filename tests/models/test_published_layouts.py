@@ -37,7 +37,8 @@ def read(model_type: str, **keys: Any) -> Any:
 def test_absent_keys_are_what_transformers_takes_for_them() -> None:
     mistral = read("mistral")
     assert (mistral.kv_heads, mistral.window) == (MistralConfig().num_key_value_heads, MistralConfig().sliding_window)
-    assert read("mistral", sliding_window=None).window == 0
+    null = read("mistral", sliding_window=None, num_key_value_heads=None)
+    assert (null.kv_heads, null.window) == (16, 0)
     for kind, config in (("qwen2", Qwen2Config()), ("qwen3", Qwen3Config())):
         windows = read(kind, use_sliding_window=True, sliding_window=7).windows
         assert windows == tuple(7 if i >= config.max_window_layers else 0 for i in range(30)), kind
