@@ -323,10 +323,8 @@ class LLM:
         """Token ids of a prompt as `generate` uses them: special tokens as the tokenizer adds them, BOS if empty."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise RequestError(
-                    "this folder has no tokenizer that is supported (tokenizer.json, vocab.json and merges.txt, "
-                    "tokenizer.model); copy one of these into it, or pass token ids instead"
-                )
+                known = "tokenizer.json, vocab.json and merges.txt, or tokenizer.model"
+                raise RequestError(f"this folder has no tokenizer; copy {known} into it, or pass token ids instead")
             ids = self.tokenizer.encode(prompt)
         else:
             ids = prompt_ids(prompt)
