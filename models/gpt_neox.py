@@ -23,7 +23,7 @@ KEYS = {
     "attention_bias": Key(bool, True, optional=True),
     "rotary_pct": Key(float, 0.25, optional=True),
     "rotary_emb_base": Key(float, 10000.0, optional=True),
-    "tie_word_embeddings": Key(bool, False, only=(False,), optional=True),
+    "tie_word_embeddings": Key(bool, False, optional=True),
 }
 
 

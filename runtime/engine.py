@@ -117,7 +117,7 @@ class LLM:
         self.tokenizer: Tokenizer | None = load_tokenizer(checkpoint.folder)
         self.bos_id, self.eos_ids = self._special_ids(checkpoint)
         self._guides = Guides(self.tokenizer, self.config.vocab_size, self.eos_ids)
-        check_tensors(checkpoint, tensor_plan(checkpoint.config), self.config.tied)
+        check_tensors(checkpoint, tensor_plan(checkpoint.config))
         logits = self._kept_logits(0 if drafts is None else drafts.most_rows)
         programs = program_bytes(self.config, self.device, logits) if graph else 0
         reclaim(self.device)

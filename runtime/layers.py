@@ -115,10 +115,12 @@ class Head:
 class Embedding:
     """Token ids (M,) -> (M, hidden), times the family's multiplier."""
 
-    def __init__(self, weights: Weights, module: str, config: DecoderConfig, columns: int | None = None) -> None:
+    def __init__(
+        self, weights: Weights, module: str, config: DecoderConfig, columns: int | None = None, head: str = "lm_head"
+    ) -> None:
         self.multiplier, self.dtype = config.embedding_multiplier, weights.dtype
         size = config.hidden_size if columns is None else columns
-        self.table = weights.table(module, config.vocab_size, size, config.tied)
+        self.table = weights.table(module, config.vocab_size, size, head if config.tied else None)
 
     def __call__(self, ids: Value) -> Value:
         return ids.embedding(self.table, self.dtype, self.multiplier)
@@ -350,7 +352,7 @@ class Decoder:
 
     def __init__(self, weights: Weights, config: DecoderConfig, positions: int) -> None:
         self.config = config
-        self.embedding = Embedding(weights, self.table, config)
+        self.embedding = Embedding(weights, self.table, config, head=self.lm_head)
         self.rope = Rope(config, positions, weights.device)
         layer = type(self).layer
         self.layers = [layer(weights, config, self.rope, i) for i in range(config.layers)]

@@ -63,7 +63,7 @@ class RandomWeights:
             return torch.ones(shape, device=self.device)
         return torch.randn(shape, generator=self._generator, device=self.device) * 0.1
 
-    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
+    def table(self, module: str, rows: int, columns: int, head: str | None) -> Weight:
         return (self._gaussian(rows, columns) * columns**0.5).to(self.device)
 
     def head(

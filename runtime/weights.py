@@ -39,6 +39,7 @@ class TensorSpec:
     kind: Kind
     shape: tuple[int, ...]
     transposed: bool = False  # of a matrix (N, K) that an unquantized checkpoint has as (K, N)
+    head: str | None = None  # of an embedding table: the module of the head that is tied to it
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -79,8 +80,11 @@ class Weights(Protocol):
         """A norm gain, a bias or a table of positions, in fp32; never quantized."""
         ...
 
-    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
-        """The (rows, columns) embedding table."""
+    def table(self, module: str, rows: int, columns: int, head: str | None) -> Weight:
+        """The (rows, columns) embedding table.
+
+        head  the module of a head that is tied to it: a checkpoint may have either
+        """
         ...
 
     def head(
@@ -121,8 +125,8 @@ class PlanWeights:
         self.specs.append(TensorSpec(name, "vector", shape))
         return torch.empty(0)
 
-    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
-        self.specs.append(TensorSpec(f"{module}.weight", "embedding", (rows, columns)))
+    def table(self, module: str, rows: int, columns: int, head: str | None) -> Weight:
+        self.specs.append(TensorSpec(f"{module}.weight", "embedding", (rows, columns), head=head))
         return torch.empty(0)
 
     def head(
@@ -197,9 +201,9 @@ class CheckpointWeights:
     def _holds(self, module: str) -> bool:
         return any(f"{module}.{end}" in self.checkpoint for end in ("weight", "weight_packed"))
 
-    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
-        if tied and not self._holds(module):
-            module = "lm_head"
+    def table(self, module: str, rows: int, columns: int, head: str | None) -> Weight:
+        if head is not None and not self._holds(module):
+            module = head
         return _to_device(self._weight(module, (rows, columns)), self.device)
 
     def head(
@@ -265,7 +269,7 @@ def _is_mask(checkpoint: Checkpoint, name: str) -> bool:
     return name.endswith(_CAUSAL) and len(checkpoint.info(name).shape) == 4
 
 
-def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec], tied: bool) -> None:
+def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec]) -> None:
     """Raise CheckpointError that lists every missing and unexpected tensor by name, or those as they are in the source
     that have other sizes, before any weight is read.
 
@@ -279,7 +283,7 @@ def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec], tied: boo
         packed = {f"{spec.module}.{end}" for end in PACKED} & present
         if spec.kind != "vector" and packed:
             names = packed | {f"{spec.module}.weight_packed", f"{spec.module}.weight_scale"}
-        alternatives = {n for n in present if n.startswith("lm_head.")} if tied and spec.kind == "embedding" else set()
+        alternatives = {n for n in present if n.startswith(f"{spec.head}.")} if spec.head else set()
         if alternatives and not names <= present:
             names = alternatives
         expected |= names | alternatives

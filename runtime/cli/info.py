@@ -100,7 +100,7 @@ def describe(source: str, strict: bool = False) -> dict[str, Any]:
     config = module.read_config(checkpoint.config, strict)
     plan = PlanWeights()
     module.Model(plan, config, positions=1)
-    check_tensors(checkpoint, plan.specs, config.tied)
+    check_tensors(checkpoint, plan.specs)
 
     def scheme(name: str) -> str:
         found = (

@@ -132,7 +132,7 @@ class Skeleton(PlanWeights):
     def vector(self, name: str, *shape: int) -> Tensor:
         return self._read(name).float().to(self.device)
 
-    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
+    def table(self, module: str, rows: int, columns: int, head: str | None) -> Weight:
         return self._read(f"{module}.weight").float()
 
 

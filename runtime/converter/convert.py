@@ -184,10 +184,9 @@ def _plan(checkpoint: Checkpoint, options: Options, strict: bool) -> list[Unit]:
         raise ConvertError(
             f"{checkpoint.folder} is quantized already; convert from the model's full-precision checkpoint"
         )
-    config = family(checkpoint.config).read_config(checkpoint.config, strict)
     specs = tensor_plan(checkpoint.config, strict)
-    check_tensors(checkpoint, specs, config.tied)
-    return plan_units(checkpoint, specs, config.tied, options)
+    check_tensors(checkpoint, specs)
+    return plan_units(checkpoint, specs, options)
 
 
 def _fingerprint(checkpoint: Checkpoint, options: Options, files: Sequence[OutputFile]) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from nibblelm.errors import ConvertError
 from nibblelm.quant.schemes import DTYPES, KeepRules, Options
 from nibblelm.weights import TensorSpec
 
-_HEAD = "lm_head"
-HEAD = f"{_HEAD}.weight"
+_HEAD = "lm_head"  # of every family in memory, and in most files
 
 
 @dataclass(frozen=True)
@@ -60,28 +59,30 @@ class Unit:
         return parts
 
 
-def plan_units(checkpoint: Checkpoint, specs: Sequence[TensorSpec], tied: bool, options: Options) -> list[Unit]:
+def plan_units(checkpoint: Checkpoint, specs: Sequence[TensorSpec], options: Options) -> list[Unit]:
     """Every unit of the output, in the order of the model.
 
-    specs  the model's `tensor_plan`; `tied`  config.json ties the head to the embedding table
+    specs  the model's `tensor_plan`
     Raises ConvertError for a tensor of another dtype or shape than can be converted, and for idle keep rules.
     """
     rules = KeepRules(options.keep)
-    tables = [spec for spec in specs if spec.kind == "embedding"]
-    if tied and not _stays_tied(checkpoint, options, rules, tables[0]):
-        specs = [*specs, TensorSpec(HEAD, "head", tables[0].shape)]
-    partner = {HEAD: tables[0].name, tables[0].name: HEAD} if tied else {}  # either stands for both
+    partner: dict[str, str] = {}  # of a tied pair, either stands for both
+    for table in [spec for spec in specs if spec.head]:
+        head = f"{table.head}.weight"
+        if not _stays_tied(checkpoint, options, rules, table.name, head):
+            specs = [*specs, TensorSpec(head, "head", table.shape)]
+        partner |= {head: table.name, table.name: head}
     units = [_unit(checkpoint, spec, partner, options, rules) for spec in specs]
     rules.check_used()
     return units
 
 
-def _stays_tied(checkpoint: Checkpoint, options: Options, rules: KeepRules, table: TensorSpec) -> bool:
+def _stays_tied(checkpoint: Checkpoint, options: Options, rules: KeepRules, table: str, head: str) -> bool:
     """Whether one 16-bit table goes on serving both ends."""
-    differs = HEAD in checkpoint and table.name in checkpoint and not _same(checkpoint, HEAD, table.name)
+    differs = head in checkpoint and table in checkpoint and not _same(checkpoint, head, table)
     if options.keep_tied and differs:
         raise ConvertError(
-            f"{HEAD} and {table.name} are tied by config.json, but the source ships both and they differ; "
+            f"{head} and {table} are tied by config.json, but the source ships both and they differ; "
             "convert without keep_tied"
         )
     if options.keep_tied:

@@ -86,8 +86,8 @@ class _OpenWeights(CheckpointWeights):
     def vector(self, name: str, *shape: int) -> Tensor:
         return super().vector(name, *shape) if self._read is None else self._read(name).float().to(self.device)
 
-    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
-        return super().table(module, rows, columns, tied and self._read is None)
+    def table(self, module: str, rows: int, columns: int, head: str | None) -> Weight:
+        return super().table(module, rows, columns, head if self._read is None else None)
 
     def head(
         self, module: str, table: str, rows: int, columns: int, tied: bool, unit_rows: bool = False

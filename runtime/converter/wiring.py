@@ -75,7 +75,7 @@ class _Names(Skeleton):
         self._names[self._held[-1].untyped_storage().data_ptr()] = name
         return self._held[-1].expand(shape)
 
-    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
+    def table(self, module: str, rows: int, columns: int, head: str | None) -> Weight:
         return self.vector(f"{module}.weight", rows, columns)
 
 

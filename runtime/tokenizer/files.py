@@ -1,13 +1,11 @@
-"""Builds a `tokenizers.Tokenizer` from a folder's tokenizer.json, from vocab.json and merges.txt, or tiktoken's ranks.
+"""Builds a `tokenizers.Tokenizer` from a folder's tokenizer.json, or from vocab.json and merges.txt.
 
 transformers' tokenizer classes for Llama, GPT-2, GPT-NeoX, Cohere and Qwen2 rebuild the text pipeline whatever
 tokenizer.json says, other classes take the file as it is. Models are published against the former, so it is repeated
 here: the recipes below are those of transformers 5 and the tests compare the two.
 """
 
-import base64
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +58,6 @@ QWEN2_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # The same with up to three digits together (GLM-4's release)
-GLM4_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|", 1)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -145,16 +142,13 @@ def load_backend(folder: Path, settings: Settings) -> "Backend":
             backend = Backend.from_file(str(path))
             backend.no_truncation()
             backend.no_padding()
-        elif (folder / "vocab.json").is_file():
+        else:
             path = folder / "vocab.json"
             vocab, merges = read_json(path), _read_merges(folder / "merges.txt")
             backend = Backend(BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix=""))
-        else:
-            path = folder / "tokenizer.model"
-            return _of_ranks(path, settings)
         _apply_class(backend, settings, required=not from_file)
         added = [AddedToken(**settings.added[i]) for i in sorted(settings.added)]
-        added += _missing_special(settings, {t.content for t in (*backend.get_added_tokens_decoder().values(), *added)})
+        added += missing_special(settings, {t.content for t in (*backend.get_added_tokens_decoder().values(), *added)})
         backend.add_tokens(added)
         if backend.post_processor is None:
             # With a tokenizer.json the post-processor decides alone, and none means none
@@ -167,50 +161,8 @@ def load_backend(folder: Path, settings: Settings) -> "Backend":
     return backend
 
 
-def has_ranks(path: Path) -> bool:
-    """Whether a tokenizer.model is tiktoken's list of bytes in base64 with their ranks, a token a line."""
-    with path.open("rb") as file:
-        return re.fullmatch(rb"[A-Za-z0-9+/]+=* \d+\r?\n?", file.readline(1024)) is not None
-
-
-def _of_ranks(path: Path, settings: Settings) -> "Backend":
-    """GLM-4's tokenizer (its published ChatGLM4Tokenizer), the one model that has ranks in a tokenizer.model: a token
-    is made of any two that there are, so that its ways to be made are merges of its rank."""
-    from tokenizers import AddedToken, Regex, decoders, pre_tokenizers, processors
-    from tokenizers import Tokenizer as Backend
-    from tokenizers.models import BPE
-
-    from nibblelm.tokenizer.detokenizer import byte_of_char
-
-    lines = (line.split() for line in path.read_bytes().splitlines() if line)
-    ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
-    char_of_byte = {byte: char for char, byte in byte_of_char().items()}
-    text = {token: "".join(map(char_of_byte.__getitem__, token)) for token in ranks}
-    merges: list[tuple[str, str]] = []
-    for token in sorted(ranks, key=ranks.__getitem__):
-        cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
-        halves = [(ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks]
-        merges += [(text[a], text[b]) for _, _, a, b in sorted(halves)]
-    backend = Backend(BPE({text[token]: rank for token, rank in ranks.items()}, merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(GLM4_SPLIT), behavior="isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
-    added = [AddedToken(**settings.added[i]) for i in sorted(settings.added)]
-    backend.add_tokens([*added, *_missing_special(settings, {token.content for token in added})])
-    moved = {i: token["content"] for i, token in settings.added.items() if backend.token_to_id(token["content"]) != i}
-    if moved:
-        raise TokenizerError(f"{path} has {len(ranks)} ranks, behind which added tokens cannot have the ids {moved}")
-    opening = ("[gMASK]", "<sop>")
-    ids = [(token, backend.token_to_id(token)) for token in opening]
-    if any(token_id is None for _, token_id in ids):
-        raise TokenizerError(f"{path} has ranks; tokenizer_config.json must name [gMASK] and <sop>, as GLM-4's does")
-    backend.post_processor = processors.TemplateProcessing(single=[*opening, "$A"], special_tokens=ids)
-    return backend
-
-
-def _missing_special(settings: Settings, known: set[str]) -> list["AddedToken"]:
+def missing_special(settings: Settings, known: set[str]) -> list["AddedToken"]:
+    """The special tokens that settings name and that are not among `known`."""
     from tokenizers import AddedToken
 
     named = [settings.special[name] for name in SPECIAL_NAMES if name in settings.special]

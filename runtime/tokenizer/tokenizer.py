@@ -15,7 +15,8 @@ from nibblelm.tokenizer.detokenizer import (
     byte_level_bytes,
     detokenizer_factory,
 )
-from nibblelm.tokenizer.files import FILES, TEMPLATES, Settings, has_ranks, load_backend, read_json, read_settings
+from nibblelm.tokenizer.files import FILES, TEMPLATES, Settings, load_backend, read_json, read_settings
+from nibblelm.tokenizer.ranks import has_ranks, load_ranks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as JsonTokenizer
@@ -288,7 +289,7 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
 
         backend = SentencePieceBackend(folder / found, settings)
         return Tokenizer(backend, backend.decoder, *templates)
-    loaded = load_backend(folder, settings)
+    loaded = load_ranks(folder / found, settings) if found == "tokenizer.model" else load_backend(folder, settings)
     decoder = json.loads(loaded.decoder.__getstate__()) if loaded.decoder is not None else None
     return Tokenizer(_JsonBackend(loaded, settings.special), decoder, *templates)
 

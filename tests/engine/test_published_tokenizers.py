@@ -142,6 +142,26 @@ def test_ranks_of_glm_4(gpt2: Path, tmp_path: Path) -> None:
     assert (ours.eos_id, ours.vocab_size) == (len(vocab), len(vocab) + len(names))
 
 
+_BYTES = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([*_BYTES, b"garbage"], "has a line that is not a token in base64 and its rank"),
+        ([*_BYTES, b"YWI= x"], "has a line that is not a token in base64 and its rank"),
+        ([*_BYTES, b"\xff\xff 256"], "has a line that is not a token in base64 and its rank"),
+        ([*_BYTES, b"YWI= -1"], "has 257 ranks; 0 to one less are expected"),
+        ([*_BYTES, b"YWI= 5"], "has 257 ranks; 0 to one less are expected"),
+        (_BYTES[:100], "has 100 ranks; 0 to one less are expected, with every byte among them"),
+    ],
+)
+def test_ranks_that_are_none(lines: list[bytes], message: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n".join(lines))
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_what_chatglm_puts_before_a_text(named: bool, spm_folder: Path, tmp_path: Path) -> None:
     """Of ChatGLM2 and ChatGLM3: [gMASK] and sop, the second and fourth id behind the pieces'."""

@@ -78,6 +78,7 @@ CONFIGS: dict[str, dict] = {
         num_attention_heads=3,
     ),
     "gpt_neox-sequential": dict(
+        tie_word_embeddings=True,
         hidden_size=160,
         intermediate_size=320,
         num_attention_heads=4,

@@ -47,7 +47,7 @@ class ShapesOnly:
     def vector(self, name: str, *shape: int) -> Tensor:
         return torch.empty(shape, device=META)
 
-    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
+    def table(self, module: str, rows: int, columns: int, head: str | None) -> Weight:
         return torch.empty(rows, columns, device=META)
 
     def head(

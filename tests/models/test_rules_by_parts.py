@@ -24,7 +24,7 @@ class Seeded(ShapesOnly):
     def vector(self, name: str, *shape: int) -> Tensor:
         return seeded(name, *shape).add(1)
 
-    def table(self, module: str, rows: int, columns: int, tied: bool) -> Weight:
+    def table(self, module: str, rows: int, columns: int, head: str | None) -> Weight:
         return seeded(module, rows, columns)
 
 
@@ -155,7 +155,7 @@ def test_a_norm_of_what_is_added(case: str) -> None:
     (square,), gains = weights.matrices([("square", 256)], 256), [weights.vector(f"gain.{i}", 256) for i in range(2)]
 
     def forward(ids: Value) -> Value:
-        x = ids.embedding(weights.table("table", 331, 256, False), BF16)
+        x = ids.embedding(weights.table("table", 331, 256, None), BF16)
         post = x.linear([square], None, 16).rms_norm(gains[0], 0.5)
         total = post if case == "nothing to add to" else x + post
         y = total.rms_norm(gains[1], 0.25, plus_one=case == "another form").linear([square], None, 16)
