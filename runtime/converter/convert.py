@@ -24,7 +24,7 @@ from nibblelm.converter.report import ConvertReport, build_record, build_report
 from nibblelm.converter.source import SourceHashes, blocks, check_finite
 from nibblelm.converter.target import search
 from nibblelm.errors import ConvertError
-from nibblelm.models import family, open_model, tensor_plan, unopened
+from nibblelm.models import open_model, tensor_plan, unopened
 from nibblelm.ops.types import QuantizedWeight
 from nibblelm.quant.affine import pack_zero_point
 from nibblelm.quant.rows import QuantizedRows, quantize_rows
