@@ -49,7 +49,7 @@ def test_logits(source: tuple[str, Path], scheme: str, tmp_path: Path) -> None:
     options, quantized = mixed(name) if scheme == "mixed" else FORMATS[scheme], folder
     if options is not None:
         quantized = tmp_path / "quantized"
-        convert(folder, quantized, **options)
+        convert(folder, quantized, **options, threads=1)
     ids = torch.tensor([PROMPT])
     reference = load_reference(folder, None if options is None else quantized)
     with torch.inference_mode():
