@@ -43,7 +43,7 @@ def read_config(raw: Mapping[str, Any], strict: bool = False) -> NeoXConfig:
         {**values, "num_key_value_heads": None, "head_dim": None},
         NeoXConfig,
         norm="layer",
-        rope=read_rope(raw, values["rotary_emb_base"], values["rotary_pct"]),
+        rope=read_rope({**raw, "rope_theta": None}, values["rotary_emb_base"], values["rotary_pct"]),
         parallel=values["use_parallel_residual"],
         gelu=GELU_FORMS[values["hidden_act"]],
         qkv_bias=values["attention_bias"],

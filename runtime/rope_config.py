@@ -147,6 +147,11 @@ def read_layer_ropes(raw: Mapping[str, Any], theta: float, window_theta: float) 
         return read_rope(raw, theta), RopeConfig("default", window_theta, {})
 
     def of(kind: str, default: float) -> RopeConfig:
-        return read_rope({**raw, "rope_parameters": section.get(kind) or {}, "rope_theta": None}, default)
+        own = section.get(kind) or {}
+        if isinstance(own, dict) and own.get("truncate") is False:
+            raise ConfigError(
+                f"config.json: {kind} has truncate false, which transformers does not apply to one kind of layers"
+            )
+        return read_rope({**raw, "rope_parameters": own, "rope_theta": None}, default)
 
     return of("full_attention", theta), of("sliding_attention", window_theta)

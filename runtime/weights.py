@@ -283,7 +283,7 @@ def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec]) -> None:
         packed = {f"{spec.module}.{end}" for end in PACKED} & present
         if spec.kind != "vector" and packed:
             names = packed | {f"{spec.module}.weight_packed", f"{spec.module}.weight_scale"}
-        alternatives = {n for n in present if n.startswith(f"{spec.head}.")} if spec.head else set()
+        alternatives = {f"{spec.head}.{end}" for end in ("weight", *PACKED)} & present if spec.head else set()
         if alternatives and not names <= present:
             names = alternatives
         expected |= names | alternatives
@@ -293,12 +293,13 @@ def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec]) -> None:
         f"{word}: {listed(names, 20)}" for word, names in (("missing", missing), ("unexpected", unexpected)) if names
     ]
     if not problems:
-        plain = {spec.name: spec.stored_shape for spec in specs if spec.name in present}
-        found = {name: checkpoint.info(name).shape for name in plain}
+        plain = {spec.name: spec.stored_shape for spec in specs}
+        plain |= {f"{spec.head}.weight": spec.shape for spec in specs if spec.head}
+        found = {name: checkpoint.info(name).shape for name in plain.keys() & present}
         problems = [
             f"{name} has shape {list(found[name])}; config.json says {list(shape)}"
             for name, shape in plain.items()
-            if found[name] != shape
+            if name in found and found[name] != shape
         ][:5]
     if problems:
         raise CheckpointError(f"{checkpoint.folder}: tensors do not match config.json; " + "; ".join(problems))

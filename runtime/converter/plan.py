@@ -69,7 +69,7 @@ def plan_units(checkpoint: Checkpoint, specs: Sequence[TensorSpec], options: Opt
     partner: dict[str, str] = {}  # of a tied pair, either stands for both
     for table in [spec for spec in specs if spec.head]:
         head = f"{table.head}.weight"
-        if not _stays_tied(checkpoint, options, rules, table.name, head):
+        if not _stays_tied(checkpoint, options, rules, table):
             specs = [*specs, TensorSpec(head, "head", table.shape)]
         partner |= {head: table.name, table.name: head}
     units = [_unit(checkpoint, spec, partner, options, rules) for spec in specs]
@@ -77,8 +77,9 @@ def plan_units(checkpoint: Checkpoint, specs: Sequence[TensorSpec], options: Opt
     return units
 
 
-def _stays_tied(checkpoint: Checkpoint, options: Options, rules: KeepRules, table: str, head: str) -> bool:
+def _stays_tied(checkpoint: Checkpoint, options: Options, rules: KeepRules, spec: TensorSpec) -> bool:
     """Whether one 16-bit table goes on serving both ends."""
+    table, head = spec.name, f"{spec.head}.weight"
     differs = head in checkpoint and table in checkpoint and not _same(checkpoint, head, table)
     if options.keep_tied and differs:
         raise ConvertError(
@@ -87,7 +88,8 @@ def _stays_tied(checkpoint: Checkpoint, options: Options, rules: KeepRules, tabl
         )
     if options.keep_tied:
         return True
-    return rules.match(_HEAD) == (16, None) and options.embeddings is None and not options.rotate and not differs
+    kept = rules.match(str(spec.head), _HEAD)
+    return kept == (16, None) and options.embeddings is None and not options.rotate and not differs
 
 
 def _same(checkpoint: Checkpoint, first: str, second: str) -> bool:
@@ -121,9 +123,7 @@ def _scheme(spec: TensorSpec, options: Options, rules: KeepRules) -> Scheme | No
     columns = spec.shape[1]
     if spec.kind == "embedding":
         return None if options.embeddings is None else options.scheme(options.embeddings, columns)
-    kept = rules.match(spec.module)
-    if kept is None and spec.kind == "head":
-        kept = rules.match(_HEAD)
+    kept = rules.match(spec.module, *[_HEAD] * (spec.kind == "head"))
     if kept is not None:
         return options.scheme(kept[0], columns, kept[1])
     if spec.kind == "head":

@@ -114,9 +114,10 @@ class KeepRules:
             except re.error as cause:
                 raise ConvertError(f"keep rule {rule!r}: {cause}") from cause
 
-    def match(self, module: str) -> tuple[int, int | None] | None:
-        """(bits, group or None) for a module, None where no rule matches. Patterns may match anywhere in the name."""
-        matching = [(rule, kept) for rule, pattern, kept in self._rules if pattern.search(module)]
+    def match(self, *names: str) -> tuple[int, int | None] | None:
+        """(bits, group or None) for a module, by any of its names; None where no rule matches. Patterns may match
+        anywhere in a name."""
+        matching = [(rule, kept) for rule, pattern, kept in self._rules if any(map(pattern.search, names))]
         self._used.update(rule for rule, _ in matching)
         return matching[-1][1] if matching else None
 

@@ -61,6 +61,34 @@ def test_a_cap_that_transformers_does_not_apply_is_refused() -> None:
         read("gemma3_text", attn_logit_softcapping=50.0)
 
 
+_BETA = dict(llama_4_scaling_beta=0.1, original_max_position_embeddings=32)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("ministral3", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4, **_BETA))),
+        ("ministral3", dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4, **_BETA))),
+        ("ministral3", dict(rope_parameters=None)),
+        ("ministral3", dict(rope_parameters=None, rope_theta=5e5, rope_scaling=None)),
+        ("gpt_neox", dict(rope_parameters=None, rope_theta=500.0, rotary_pct=0.5)),
+        ("gpt_neox", dict(rope_parameters=None, rope_theta=500.0, rotary_emb_base=900, rotary_pct=0.5)),
+    ],
+)
+def test_rotation_by_whatever_keys(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_random(name, tmp_path / "source", torch.float32)
+    edit(folder, **keys)
+    with torch.inference_mode():
+        want = load_reference(folder)(torch.tensor([PROMPT])).logits[0]
+    assert relative_error(LLM(folder, device="cpu", dtype="fp32").logits(PROMPT), want).max() < 2e-5
+
+
+def test_a_switch_that_transformers_reads_from_elsewhere_is_refused() -> None:
+    yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128, truncate=False)
+    with pytest.raises(ConfigError, match="full_attention has truncate false"):
+        read("olmo3", rope_parameters=dict(full_attention=yarn, sliding_attention=dict(rope_type="default")))
+
+
 def test_opt_without_the_models_prefix(tmp_path: Path) -> None:
     """As facebook/opt-6.7b has it."""
     source = save_random("opt", tmp_path / "source")

@@ -153,6 +153,30 @@ class TestTied:
         else:
             self.near(self.head(out), table)
 
+    @pytest.mark.parametrize("keep_tied", [True, False])
+    @pytest.mark.parametrize(
+        ("name", "change", "message"),
+        [
+            (HEAD, lambda table: table[:100], r"lm_head.weight has shape \[100, "),
+            (HEAD, lambda table: table[0, 0], r"lm_head.weight has shape \[\]"),
+            ("lm_head.bias", lambda table: table[:, 0], "unexpected: 'lm_head.bias'"),
+        ],
+    )
+    def test_what_else_a_tied_folder_may_hold(self, name, change, message, keep_tied, save, tmp_path):
+        source = save("llama", tie_word_embeddings=True)
+        edit(source, lambda state: state.update({name: change(state[TABLE]).clone()}))
+        with pytest.raises(CheckpointError, match=message):
+            convert(source, tmp_path / "out", keep_tied=keep_tied)
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_the_last_rule_wins_by_either_name(self, tied, save, tmp_path):
+        source = save("gpt_neox", tie_word_embeddings=tied)
+        for keep in (["embed_out=8", "lm_head=4"], ["lm_head=8", "embed_out=4"], [".=8", "lm_head=4"]):
+            out = convert_to(source, tmp_path / keep[0], keep=keep)
+            assert schemes(out)["embed_out"].bits == 4
+        out = convert_to(source, tmp_path / "full", keep=["embed_out=16"])
+        assert ("embed_out.weight" in load_file(out / "model.safetensors")) is not tied
+
     def test_untied(self, save, tmp_path):
         source = save("llama", tie_word_embeddings=False)
         self.near(self.head(convert_to(source, tmp_path / "out")), load_file(source / "model.safetensors")[HEAD])
