@@ -10,10 +10,10 @@
 #   schedules            500 random schedules of the engine, over all kinds of models
 #   peers, vllm-folders  need --vllm DIR, with run_vllm.py and vLLM's site.tar.xz
 # With --wheel FILE, one of `make wheel`, build installs that: the tests' result is then also the wheel's. With --data
-# DIR tests find the real checkpoints and text that some of them read. With --share K/N, tests are every N-th case from
-# the K-th on, recorded once all N shares are there. With --again DIR, which has tests.xml and
-# schedules.xml of a run of the same tree, tests and schedules run what failed there alone and count the rest of that
-# run too; the record says how many ran again. Results collect in out/gpu_check/ until `record` writes them to
+# DIR tests find the real checkpoints and text that some of them read. With --only "PATH...", tests are those of these
+# files and folders; each file's result is recorded with its tree, and files that did not run keep theirs. With --again
+# DIR, which has tests.xml and schedules.xml of a run of the same tree, tests and schedules run what failed there alone
+# and count the rest of that run too; the record says how many ran again. Results collect in out/gpu_check/ until `record` writes them to
 # benchmarks/h200/*.json (or --record DIR) and benchmarks/wheel.json; rows that were not measured again stay there.
 # HASHES is "csrc=... runtime=... models=...". A part that fails does not keep the next from running; with --limit S all
 # end after S seconds, and what was measured by then stays. After `build`, parts may run side by side on different cards
@@ -31,7 +31,7 @@ tree=
 vllm=
 wheel=
 data=
-share=
+only=
 again=
 limit=86400
 failed=0
@@ -67,7 +67,7 @@ from pathlib import Path
 tree, *paths = sys.argv[1:]
 old = 0
 for path in map(Path, paths):
-    rows = record if isinstance(record := json.loads(path.read_text()), list) else [record]
+    rows = record if isinstance(record := json.loads(path.read_text()), list) else [record, *record.get("files", {}).values()]
     if count := sum(row["tree"] != tree for row in rows):
         old = 1
         print(f"{path.name}: {count} of {len(rows)} rows are of another tree")
@@ -125,12 +125,9 @@ PYTHON
 
 run_tests() {
   local what  # files of the server need packages that have no business on a card
-  mapfile -t what < <(grep -rlE "mark\.(gpu|sanitize)" tests --include="test_*.py")
-  if [[ -n $share ]]; then
-    $python -m pytest -q --collect-only -p no:cacheprovider -m gpu "${what[@]}" | grep :: > "$state/cases"
-    mapfile -t what < <(split --number="r/$share" "$state/cases")
-  fi
-  gpu_tests "tests${share:+.${share/\//of}}" "${what[@]}"
+  # shellcheck disable=SC2086  # words of their own
+  mapfile -t what < <(grep -rlE "mark\.(gpu|sanitize)" ${only:-tests} --include="test_*.py")
+  gpu_tests "tests${only:+.${only//[^a-z0-9]/-}}" "${what[@]}"
 }
 
 schedules() {
@@ -286,47 +283,59 @@ import torch
 state, record, tree = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 
 
-def counted(*paths):
-    suites = [suite for path in paths for suite in xml.parse(path).getroot().iter("testsuite")]
-    count = {key: sum(int(s.get(key, 0)) for s in suites) for key in ("tests", "failures", "errors", "skipped")}
-    failed = count["failures"] + count["errors"]
-    result = {"passed": count["tests"] - failed - count["skipped"], "failed": failed, "skipped": count["skipped"]}
-    if not (second := [again for path in paths if (again := path.with_suffix(".again.xml")).exists()]):
-        return result
-    again = counted(*second)
-    result = {key: result[key] + again[key] for key in result}
-    return {**result, "failed": again["failed"], "run again": failed}
+def outcomes(*paths):  # (file, case) -> how it ended
+    found = {}
+    for case in (case for path in paths for case in xml.parse(path).getroot().iter("testcase")):
+        module = (case.get("classname") or case.get("name")).split(".")
+        named = [i for i, part in enumerate(module) if part.startswith("test_")]
+        file = "/".join(module[: named[0] + 1] if named else module) + ".py"
+        failed = case.find("failure") is not None or case.find("error") is not None
+        how = "failed" if failed else "skipped" if case.find("skipped") is not None else "passed"
+        key = file, case.get("classname"), case.get("name")
+        found[key] = "failed" if found.get(key) == "failed" else how  # a case whose end fails, too, is there twice
+    return found
 
 
-stems = {path.stem for path in state.glob("tests*.xml") if ".again" not in path.suffixes}
-shares = max((int(stem.partition("of")[2] or 1) for stem in stems), default=0)
-if stems - {"tests"} and stems != {f"tests.{share}of{shares}" for share in range(1, shares + 1)}:
-    print(f"not all shares of the tests and nothing else is there, so they are not recorded: {sorted(stems)}")
-    stems = set()
-tests = [state / f"{stem}.xml" for stem in stems]
+def counted(*paths):  # file -> its counts
+    again = outcomes(*filter(Path.exists, (path.with_suffix(".again.xml") for path in paths)))
+    cases, files = {**outcomes(*paths), **again}, {}
+    for key, how in cases.items():
+        counts = files.setdefault(key[0], {"passed": 0, "failed": 0, "skipped": 0, "tree": tree})
+        counts[how] += 1
+        if key in again:
+            counts["run again"] = counts.get("run again", 0) + 1
+    return files
+
+
+def total(files):
+    return {how: sum(file[how] for file in files.values()) for how in ("passed", "failed", "skipped")}
+
+
+tests = [path for path in state.glob("tests*.xml") if ".again" not in path.suffixes]
 driver = subprocess.run(
     ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
 ).stdout.strip()
 summary = {
-    **(counted(*tests) if tests else {}),
     "tree": tree,
     "versions": {"gpu and driver": driver, "torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
     "sanitizer": {p.stem: p.read_text().strip() for p in sorted(state.glob("*check.txt"))},
 }
 path = record / "tests.json"
 known = json.loads(path.read_text()) if path.exists() else {}
-if "passed" not in summary and known:  # an earlier run's stays, with its tree
+if not tests and known:  # an earlier run's stays, with its tree
     summary = known
+else:
+    summary["files"] = {**known.get("files", {}), **counted(*tests)}
 for part in ("cards", "schedules"):
     if (state / f"{part}.xml").exists():
-        summary[part] = {**counted(state / f"{part}.xml"), "tree": tree}
+        summary[part] = {**total(counted(state / f"{part}.xml")), "tree": tree}
     elif part in known:
         summary[part] = known[part]
 path.write_text(json.dumps(summary, indent=1) + "\n")
 if (state / "wheel.txt").exists() and tests:
     path = record.parent / "wheel.json"
     name, size = (state / "wheel.txt").read_text().split()
-    passed = {"wheel": Path(name).name, "wheel_bytes": int(size), **counted(*tests), "gpu": driver, "tree": tree}
+    passed = {"wheel": Path(name).name, "wheel_bytes": int(size), **total(counted(*tests)), "gpu": driver, "tree": tree}
     known = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps({**known, "gpu_tests": passed}, indent=1) + "\n")
 lines = {"e2e": ("e2e", "e2e.families"), "drafts": ("drafts",)}
@@ -369,7 +378,7 @@ while [[ $# -gt 0 ]]; do
     --vllm) vllm=$2; shift 2 ;;
     --wheel) wheel=$2; shift 2 ;;
     --data) data=$2; shift 2 ;;
-    --share) share=$2; shift 2 ;;
+    --only) only=$2; shift 2 ;;
     --again) again=$2; shift 2 ;;
     --limit) limit=$2; shift 2 ;;
     build | tests | memcheck | racecheck | ops | e2e | latency | load | serve | convert | record) parts+=("$1"); shift ;;

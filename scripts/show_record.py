@@ -232,7 +232,11 @@ def kernels(record: dict[str, Any]) -> str:
 
 def checks(record: dict[str, Any]) -> str:
     """Tests, and what the sanitizers found."""
-    cells = [["GPU tests", f"{record['passed']} passed, {record['failed']} failed, {record['skipped']} skipped"]]
+    files = record["files"].values()
+    passed, failed, skipped = (sum(file[how] for file in files) for how in ("passed", "failed", "skipped"))
+    older = sum(file["tree"] != record["tree"] for file in files)
+    of = f" in {len(files)} files" + (f", {older} of them with an older tree" if older else "")
+    cells = [["GPU tests", f"{passed} passed, {failed} failed, {skipped} skipped{of}"]]
     if cards := record.get("cards"):
         shown = f"{cards['passed']} passed, {cards['failed']} failed, {cards['skipped']} skipped"
         cells.append(["tests of two cards, alone", shown])

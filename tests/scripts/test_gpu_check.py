@@ -20,7 +20,12 @@ print(json.dumps({"test": "setup", "vllm": "0.25.0", "gpu": "a card"}))
 print(json.dumps({"test": "decode", "quant": "int4", "batch": 1, "tok_s": 273.0}))
 raise SystemExit(3)
 """
-JUNIT = '<testsuites><testsuite tests="7" failures="1" errors="1" skipped="2"/></testsuites>'
+ENDED = {"a": "", "b": "", "c": "", "d": "<failure/>", "e": "<error/>", "f": "<skipped/>", "g": "<skipped/>"}
+
+
+def junit(file: str, cases: dict[str, str]) -> str:
+    body = "".join(f'<testcase classname="{file}" name="{name}">{ended}</testcase>' for name, ended in cases.items())
+    return f"<testsuites><testsuite>{body}</testsuite></testsuites>"
 
 
 @pytest.fixture
@@ -48,7 +53,7 @@ def test_what_a_failed_part_measured_is_recorded(check: Callable[..., Any], tmp_
         archive.add(vllm / "run_vllm.py", "package.py")
     state.mkdir(parents=True)
     for name in ("tests", "cards"):
-        (state / f"{name}.xml").write_text(JUNIT)
+        (state / f"{name}.xml").write_text(junit("tests.ops.test_x.TestY", ENDED))
     (state / "wheel.txt").write_text("dist/a.whl 1234")
     (state / "e2e.jsonl").write_text('{"shape": "x", "batch": 1, "tree": null}\n')
     (state / "e2e.families.jsonl").write_text('{"shape": "y", "activations": 16, "tree": null}\n')
@@ -61,7 +66,7 @@ def test_what_a_failed_part_measured_is_recorded(check: Callable[..., Any], tmp_
     assert (state / "vllm" / "package.py").exists()
     counts = {"passed": 3, "failed": 2, "skipped": 2}
     tests, peers, e2e = (json.loads((record / f"{name}.json").read_text()) for name in ("tests", "peers", "e2e"))
-    assert tests | counts == tests
+    assert tests["files"] == {"tests/ops/test_x.py": {**counts, "tree": TREE}}
     assert tests["cards"] == {**counts, "tree": TREE}
     assert [(row["tok_s"], row["tree"]) for row in peers] == [(273.0, TREE)]
     measured = [{"shape": "x", "batch": 1, "tree": TREE}, {"shape": "y", "activations": 16, "tree": TREE}]
@@ -70,20 +75,27 @@ def test_what_a_failed_part_measured_is_recorded(check: Callable[..., Any], tmp_
     assert wheel == {"wheel": "a.whl", "wheel_bytes": 1234, **counts, "gpu": "a card, 1", "tree": TREE}
 
 
-def test_shares_of_the_tests_are_recorded_once_all_are_there(check: Callable[..., Any], tmp_path: Path) -> None:
+def test_files_that_did_not_run_keep_their_results(check: Callable[..., Any], tmp_path: Path) -> None:
     state, record = tmp_path / "out" / "gpu_check", tmp_path / "benchmarks" / "h200"
     state.mkdir(parents=True)
     record.mkdir(parents=True)
-    (record / "tests.json").write_text('{"passed": 1, "tree": "old"}')
-    (state / "tests.1of2.xml").write_text(JUNIT)
-    assert "not recorded: ['tests.1of2']" in check("--tree", TREE, "record").stdout
-    assert json.loads((record / "tests.json").read_text()) == {"passed": 1, "tree": "old"}
-    (state / "tests.2of2.xml").write_text(JUNIT)
-    (state / "tests.2of2.again.xml").write_text('<testsuite tests="2" failures="0" errors="0" skipped="0"/>')
+    older = {
+        f"tests/{name}.py": {"passed": 9, "failed": 0, "skipped": 0, "tree": "old"} for name in ("test_a", "test_b")
+    }
+    (record / "tests.json").write_text(json.dumps({"tree": "old", "files": older}))
     assert check("--tree", TREE, "record").returncode == 0
-    counts = {"passed": 8, "failed": 0, "skipped": 4, "run again": 4, "tree": TREE}
+    assert json.loads((record / "tests.json").read_text())["tree"] == "old"
+    (state / "tests.part.xml").write_text(junit("tests.test_b", ENDED))
+    (state / "tests.part.again.xml").write_text(junit("tests.test_b", {"d": "", "e": "<failure/>"}))
+    (state / "tests.other.xml").write_text(junit("tests.ops.test_c", {"a": ""}))
+    assert check("--tree", TREE, "record").returncode == 0
     tests = json.loads((record / "tests.json").read_text())
-    assert tests | counts == tests
+    assert tests["tree"] == TREE
+    assert tests["files"] == {
+        "tests/test_a.py": older["tests/test_a.py"],
+        "tests/test_b.py": {"passed": 4, "failed": 1, "skipped": 2, "tree": TREE, "run again": 2},
+        "tests/ops/test_c.py": {"passed": 1, "failed": 0, "skipped": 0, "tree": TREE},
+    }
 
 
 def test_what_is_missing_is_named(check: Callable[..., Any]) -> None:
