@@ -12,9 +12,10 @@
 # With --wheel FILE, one of `make wheel`, build installs that: the tests' result is then also the wheel's. With --data
 # DIR tests find the real checkpoints and text that some of them read. With --only "PATH...", tests are those of these
 # files and folders; each file's result is recorded with its tree, and files that did not run keep theirs. With --again
-# DIR, which has tests.xml and schedules.xml of a run of the same tree, tests and schedules run what failed there alone
-# and count the rest of that run too; the record says how many ran again. Results collect in out/gpu_check/ until `record` writes them to
-# benchmarks/h200/*.json (or --record DIR) and benchmarks/wheel.json; rows that were not measured again stay there.
+# DIR, which has the tests*.xml and schedules.xml of a run of the same tree, tests and schedules run what failed there
+# alone and count the rest of that run too; the record says how many ran again. Results collect in out/gpu_check/ until
+# `record` writes them to benchmarks/h200/*.json (or --record DIR) and, of a wheel's whole run, benchmarks/wheel.json;
+# rows that were not measured again stay there.
 # HASHES is "csrc=... runtime=... models=...". A part that fails does not keep the next from running; with --limit S all
 # end after S seconds, and what was measured by then stays. After `build`, parts may run side by side on different cards
 # (CUDA_VISIBLE_DEVICES), but not two that measure; convert, e2e and families take all cards there are, tests and
@@ -67,7 +68,13 @@ from pathlib import Path
 tree, *paths = sys.argv[1:]
 old = 0
 for path in map(Path, paths):
-    rows = record if isinstance(record := json.loads(path.read_text()), list) else [record, *record.get("files", {}).values()]
+    rows = record if isinstance(record := json.loads(path.read_text()), list) else [record]
+    if path.name == "tests.json":
+        rows, marked = [*record["files"].values()], ("mark.gpu", "mark.sanitize")
+        with_tests = [str(f) for f in Path("tests").rglob("test_*.py") if any(mark in f.read_text() for mark in marked)]
+        if missing := sorted(set(with_tests) - set(record["files"])):
+            old = 1
+            print(f"{path.name}: not run: {' '.join(missing)}")
     if count := sum(row["tree"] != tree for row in rows):
         old = 1
         print(f"{path.name}: {count} of {len(rows)} rows are of another tree")
@@ -119,7 +126,10 @@ import sys, xml.etree.ElementTree as xml
 
 for case in xml.parse(sys.argv[1]).getroot().iter("testcase"):
     if case.find("failure") is not None or case.find("error") is not None:
-        print(case.get("classname").replace(".", "/") + ".py::" + case.get("name"))
+        module = (case.get("classname") or case.get("name")).split(".")
+        named = next((i for i, part in enumerate(module) if part.startswith("test_")), len(module) - 1) + 1
+        cases = [*module[named:], case.get("name")] if case.get("classname") else []  # else the file could not be read
+        print("::".join(["/".join(module[:named]) + ".py", *cases]))
 PYTHON
 }
 
@@ -127,7 +137,8 @@ run_tests() {
   local what  # files of the server need packages that have no business on a card
   # shellcheck disable=SC2086  # words of their own
   mapfile -t what < <(grep -rlE "mark\.(gpu|sanitize)" ${only:-tests} --include="test_*.py")
-  gpu_tests "tests${only:+.${only//[^a-z0-9]/-}}" "${what[@]}"
+  [[ ${#what[@]} -gt 0 ]] || { echo "gpu_check: no GPU tests in '$only'" >&2; return 2; }
+  gpu_tests "tests${only:+.$(cksum <<< "$only" | cut -d' ' -f1)}" "${what[@]}"
 }
 
 schedules() {
@@ -287,8 +298,8 @@ def outcomes(*paths):  # (file, case) -> how it ended
     found = {}
     for case in (case for path in paths for case in xml.parse(path).getroot().iter("testcase")):
         module = (case.get("classname") or case.get("name")).split(".")
-        named = [i for i, part in enumerate(module) if part.startswith("test_")]
-        file = "/".join(module[: named[0] + 1] if named else module) + ".py"
+        named = next((i for i, part in enumerate(module) if part.startswith("test_")), len(module) - 1) + 1
+        file = "/".join(module[:named]) + ".py"
         failed = case.find("failure") is not None or case.find("error") is not None
         how = "failed" if failed else "skipped" if case.find("skipped") is not None else "passed"
         key = file, case.get("classname"), case.get("name")
@@ -298,7 +309,9 @@ def outcomes(*paths):  # (file, case) -> how it ended
 
 def counted(*paths):  # file -> its counts
     again = outcomes(*filter(Path.exists, (path.with_suffix(".again.xml") for path in paths)))
-    cases, files = {**outcomes(*paths), **again}, {}
+    first, files = outcomes(*paths), {}
+    known = {key for key in first if key[1] or key[0] not in {file for file, *_ in again}}  # files that could be read now
+    cases = {**{key: first[key] for key in known}, **again}
     for key, how in cases.items():
         counts = files.setdefault(key[0], {"passed": 0, "failed": 0, "skipped": 0, "tree": tree})
         counts[how] += 1
@@ -308,7 +321,9 @@ def counted(*paths):  # file -> its counts
 
 
 def total(files):
-    return {how: sum(file[how] for file in files.values()) for how in ("passed", "failed", "skipped")}
+    again = sum(file.get("run again", 0) for file in files.values())
+    counts = {how: sum(file[how] for file in files.values()) for how in ("passed", "failed", "skipped")}
+    return {**counts, **({"run again": again} if again else {})}
 
 
 tests = [path for path in state.glob("tests*.xml") if ".again" not in path.suffixes]
@@ -318,21 +333,23 @@ driver = subprocess.run(
 summary = {
     "tree": tree,
     "versions": {"gpu and driver": driver, "torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]},
-    "sanitizer": {p.stem: p.read_text().strip() for p in sorted(state.glob("*check.txt"))},
 }
 path = record / "tests.json"
 known = json.loads(path.read_text()) if path.exists() else {}
 if not tests and known:  # an earlier run's stays, with its tree
     summary = known
 else:
-    summary["files"] = {**known.get("files", {}), **counted(*tests)}
+    kept = {file: row for file, row in known.get("files", {}).items() if Path(file).exists()}
+    summary["files"] = {**kept, **counted(*tests)}
+found = {p.stem: {"result": p.read_text().strip(), "tree": tree} for p in sorted(state.glob("*check.txt"))}
+summary["sanitizer"] = {**known.get("sanitizer", {}), **found}
 for part in ("cards", "schedules"):
     if (state / f"{part}.xml").exists():
         summary[part] = {**total(counted(state / f"{part}.xml")), "tree": tree}
     elif part in known:
         summary[part] = known[part]
 path.write_text(json.dumps(summary, indent=1) + "\n")
-if (state / "wheel.txt").exists() and tests:
+if (state / "wheel.txt").exists() and (state / "tests.xml").exists():
     path = record.parent / "wheel.json"
     name, size = (state / "wheel.txt").read_text().split()
     passed = {"wheel": Path(name).name, "wheel_bytes": int(size), **total(counted(*tests)), "gpu": driver, "tree": tree}
@@ -383,7 +400,7 @@ while [[ $# -gt 0 ]]; do
     --limit) limit=$2; shift 2 ;;
     build | tests | memcheck | racecheck | ops | e2e | latency | load | serve | convert | record) parts+=("$1"); shift ;;
     drafts | families | cards | schedules | peers | vllm-folders) parts+=("$1"); shift ;;
-    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,20p" "$0" >&2; exit 2 ;;
+    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,22p" "$0" >&2; exit 2 ;;
   esac
 done
 for folder in "${folders[@]}"; do

@@ -240,7 +240,8 @@ def checks(record: dict[str, Any]) -> str:
     if cards := record.get("cards"):
         shown = f"{cards['passed']} passed, {cards['failed']} failed, {cards['skipped']} skipped"
         cells.append(["tests of two cards, alone", shown])
-    for tool, text in record["sanitizer"].items():
+    for tool, ran in record["sanitizer"].items():
+        text = ran["result"]
         found = sum(int(count) for count in re.findall(r"SUMMARY: (\d+) ", text))
         cells.append([tool, f"{text.split()[0]} cases, {found} findings"])
     return table(["check", "result"], cells)

@@ -57,7 +57,6 @@ QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# The same with up to three digits together (GLM-4's release)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -111,9 +110,13 @@ def read_settings(folder: Path) -> Settings:
     if isinstance(extra, dict):
         special |= {name: text for name, token in extra.items() if (text := content(token))}
         extra = ()
+    if not isinstance(extra, list | tuple):
+        raise TokenizerError(f"{folder}/tokenizer_config.json: extra_special_tokens must be a list, got {extra!r}")
     if "added_tokens_decoder" not in config:
         known = {*special.values(), *filter(None, map(content, extra))}
         for text, i in read_json(folder / "added_tokens.json").items():
+            if type(i) is not int:
+                raise TokenizerError(f"{folder}/added_tokens.json: the id of {text!r} must be an integer, got {i!r}")
             added[i] = {"content": text, "special": text in known, "normalized": text not in known}
     return Settings(config, class_name, special, added, tuple(filter(None, map(content, extra))))
 

@@ -12,6 +12,7 @@ from nibblelm.tokenizer.files import QWEN2_SPLIT, Settings, missing_special
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
+# Qwen2's with up to three digits together (GLM-4's release)
 _SPLIT = QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|", 1)
 
 
@@ -22,8 +23,17 @@ def has_ranks(path: Path) -> bool:
 
 
 def load_ranks(path: Path, settings: Settings) -> "Backend":
-    """GLM-4's tokenizer (its published ChatGLM4Tokenizer), the one model that has ranks in a tokenizer.model: a token
-    is made of any two that there are, so that its ways to be made are merges of its rank."""
+    """GLM-4's tokenizer (its published ChatGLM4Tokenizer), the one model that has ranks in a tokenizer.model."""
+    try:
+        return _backend(path, settings)
+    except TokenizerError:
+        raise
+    except Exception as error:  # the library raises TypeError and others for what it cannot take
+        raise TokenizerError(f"{path} cannot be used: {error}") from error
+
+
+def _backend(path: Path, settings: Settings) -> "Backend":
+    """A token is made of any two that there are, so that its ways to be made are merges of its rank."""
     from tokenizers import AddedToken, Regex, decoders, pre_tokenizers, processors
     from tokenizers import Tokenizer as Backend
     from tokenizers.models import BPE

@@ -162,6 +162,27 @@ def test_ranks_that_are_none(lines: list[bytes], message: str, tmp_path: Path) -
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "config", "message"),
+    [
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"256": {"content": "[gMASK]", "lstrip": "no"}}},
+            "cannot be",
+        ),
+        ("tokenizer_config.json", {"eos_token": "\ud800"}, "cannot be used"),
+        ("tokenizer_config.json", {"extra_special_tokens": 5}, "extra_special_tokens must be a list, got 5"),
+        ("added_tokens.json", {"[gMASK]": 256, "<sop>": "b"}, "the id of '<sop>' must be an integer, got 'b'"),
+        ("added_tokens.json", {"x": [1]}, r"the id of 'x' must be an integer, got \[1\]"),
+    ],
+)
+def test_added_tokens_that_are_none(file: str, config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n".join(_BYTES))
+    (tmp_path / file).write_text(json.dumps(config))
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_what_chatglm_puts_before_a_text(named: bool, spm_folder: Path, tmp_path: Path) -> None:
     """Of ChatGLM2 and ChatGLM3: [gMASK] and sop, the second and fourth id behind the pieces'."""
