@@ -148,10 +148,8 @@ def read_layer_ropes(raw: Mapping[str, Any], theta: float, window_theta: float) 
 
     def of(kind: str, default: float) -> RopeConfig:
         own = section.get(kind) or {}
-        if isinstance(own, dict) and own.get("truncate") is False:
-            raise ConfigError(
-                f"config.json: {kind} has truncate false, which transformers does not apply to one kind of layers"
-            )
+        if isinstance(own, dict) and False in (own.get("truncate"), section.get("truncate")):
+            raise ConfigError("config.json: truncate false is not supported where kinds of layers rotate differently")
         return read_rope({**raw, "rope_parameters": own, "rope_theta": None}, default)
 
     return of("full_attention", theta), of("sliding_attention", window_theta)

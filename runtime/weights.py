@@ -278,16 +278,18 @@ def check_tensors(checkpoint: Checkpoint, specs: Sequence[TensorSpec]) -> None:
     present = set(checkpoint.names())
     expected: set[str] = set()
     missing: list[str] = []
+
+    def packed(module: str) -> set[str]:  # what a matrix of which there is a part must have
+        found = {f"{module}.{end}" for end in PACKED} & present
+        return found and found | {f"{module}.weight_packed", f"{module}.weight_scale"}
+
     for spec in specs:
-        names = {spec.name}
-        packed = {f"{spec.module}.{end}" for end in PACKED} & present
-        if spec.kind != "vector" and packed:
-            names = packed | {f"{spec.module}.weight_packed", f"{spec.module}.weight_scale"}
-        alternatives = {f"{spec.head}.{end}" for end in ("weight", *PACKED)} & present if spec.head else set()
+        names = (spec.kind != "vector" and packed(spec.module)) or {spec.name}
+        alternatives = packed(spec.head) or {f"{spec.head}.weight"} & present if spec.head else set()
         if alternatives and not names <= present:
             names = alternatives
         expected |= names | alternatives
-        missing += sorted(names - present)
+        missing += sorted((names | alternatives) - present)
     unexpected = sorted(n for n in present - expected if not n.endswith(_BUFFERS) and not _is_mask(checkpoint, n))
     problems = [
         f"{word}: {listed(names, 20)}" for word, names in (("missing", missing), ("unexpected", unexpected)) if names

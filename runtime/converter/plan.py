@@ -63,13 +63,13 @@ def plan_units(checkpoint: Checkpoint, specs: Sequence[TensorSpec], options: Opt
     """Every unit of the output, in the order of the model.
 
     specs  the model's `tensor_plan`
-    Raises ConvertError for a tensor of another dtype or shape than can be converted, and for idle keep rules.
+    Raises ConvertError for a tensor of a dtype that cannot be converted, and for idle keep rules.
     """
     rules = KeepRules(options.keep)
     partner: dict[str, str] = {}  # of a tied pair, either stands for both
-    for table in [spec for spec in specs if spec.head]:
-        head = f"{table.head}.weight"
-        if not _stays_tied(checkpoint, options, rules, table):
+    for table, module in [(spec, spec.head) for spec in specs if spec.head]:
+        head = f"{module}.weight"
+        if not _stays_tied(checkpoint, options, rules, table.name, module):
             specs = [*specs, TensorSpec(head, "head", table.shape)]
         partner |= {head: table.name, table.name: head}
     units = [_unit(checkpoint, spec, partner, options, rules) for spec in specs]
@@ -77,9 +77,9 @@ def plan_units(checkpoint: Checkpoint, specs: Sequence[TensorSpec], options: Opt
     return units
 
 
-def _stays_tied(checkpoint: Checkpoint, options: Options, rules: KeepRules, spec: TensorSpec) -> bool:
+def _stays_tied(checkpoint: Checkpoint, options: Options, rules: KeepRules, table: str, module: str) -> bool:
     """Whether one 16-bit table goes on serving both ends."""
-    table, head = spec.name, f"{spec.head}.weight"
+    head = f"{module}.weight"
     differs = head in checkpoint and table in checkpoint and not _same(checkpoint, head, table)
     if options.keep_tied and differs:
         raise ConvertError(
@@ -88,7 +88,7 @@ def _stays_tied(checkpoint: Checkpoint, options: Options, rules: KeepRules, spec
         )
     if options.keep_tied:
         return True
-    kept = rules.match(str(spec.head), _HEAD)
+    kept = rules.match(module, _HEAD)
     return kept == (16, None) and options.embeddings is None and not options.rotate and not differs
 
 
@@ -107,8 +107,6 @@ def _unit(
 ) -> Unit:
     source = spec.name if spec.name in checkpoint else partner.get(spec.name, spec.name)
     info = checkpoint.info(source)
-    if info.shape != spec.stored_shape:
-        raise ConvertError(f"{source} has shape {list(info.shape)}; config.json says {list(spec.stored_shape)}")
     if spec.kind != "vector" and info.dtype not in FLOATS:
         raise ConvertError(f"{source} is {info.dtype}; fp32, bf16 and fp16 weights can be converted")
     scheme = _scheme(spec, options, rules)

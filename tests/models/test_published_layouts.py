@@ -85,8 +85,10 @@ def test_rotation_by_whatever_keys(name: str, keys: dict[str, Any], tmp_path: Pa
 
 def test_a_switch_that_transformers_reads_from_elsewhere_is_refused() -> None:
     yarn = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=128, truncate=False)
-    with pytest.raises(ConfigError, match="full_attention has truncate false"):
-        read("olmo3", rope_parameters=dict(full_attention=yarn, sliding_attention=dict(rope_type="default")))
+    sliding, outside = dict(rope_type="default"), {key: value for key, value in yarn.items() if key != "truncate"}
+    for parameters in (dict(full_attention=yarn), dict(full_attention=outside, truncate=False)):
+        with pytest.raises(ConfigError, match="truncate false is not supported"):
+            read("olmo3", rope_parameters=dict(sliding_attention=sliding, **parameters))
 
 
 def test_opt_without_the_models_prefix(tmp_path: Path) -> None:

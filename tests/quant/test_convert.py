@@ -160,6 +160,7 @@ class TestTied:
             (HEAD, lambda table: table[:100], r"lm_head.weight has shape \[100, "),
             (HEAD, lambda table: table[0, 0], r"lm_head.weight has shape \[\]"),
             ("lm_head.bias", lambda table: table[:, 0], "unexpected: 'lm_head.bias'"),
+            ("lm_head.weight_scale", lambda table: table[:, :1], "missing: 'lm_head.weight_packed'"),
         ],
     )
     def test_what_else_a_tied_folder_may_hold(self, name, change, message, keep_tied, save, tmp_path):
