@@ -342,6 +342,13 @@ def test_a_dropped_model_gives_its_memory_back_at_once(demo: Path) -> None:
         assert torch.cuda.memory_allocated() == held
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="other processes use the cards: run it without -n")
+def test_a_card_has_all_its_memory_back(demo: Path) -> None:
+    """By the driver's count, when one model after another is dropped and what torch keeps of them is given back."""
+    LLM(demo, "cuda").generate(PROMPTS[0], max_tokens=40)
+    ops.backend(torch.device("cuda", 0)).reclaim(torch.device("cuda", 0))
     free = torch.cuda.mem_get_info()[0]
     pages = [LLM(demo, "cuda").kv_pages for _ in range(3)]
     assert pages == pages[:1] * 3, "what torch keeps of the one before counts as free"
