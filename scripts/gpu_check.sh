@@ -6,7 +6,7 @@
 #   scripts/gpu_check.sh --stale [DIR]            where git is: what changed since the records in DIR
 #
 # Parts: build tests memcheck racecheck ops e2e drafts families latency load serve convert record, the default, and
-#   cards                on a machine with two: nothing of one is on the other
+#   cards                what must have the cards to itself: memory given back, with two nothing of one on the other
 #   schedules            500 random schedules of the engine, over all kinds of models
 #   peers, vllm-folders  need --vllm DIR, with run_vllm.py and vLLM's site.tar.xz
 # With --wheel FILE, one of `make wheel`, build installs that: the tests' result is then also the wheel's. With --data

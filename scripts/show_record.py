@@ -239,7 +239,7 @@ def checks(record: dict[str, Any]) -> str:
     cells = [["GPU tests", f"{passed} passed, {failed} failed, {skipped} skipped{of}"]]
     if cards := record.get("cards"):
         shown = f"{cards['passed']} passed, {cards['failed']} failed, {cards['skipped']} skipped"
-        cells.append(["tests of two cards, alone", shown])
+        cells.append(["tests that need the cards alone", shown])
     for tool, ran in record["sanitizer"].items():
         text = ran["result"]
         found = sum(int(count) for count in re.findall(r"SUMMARY: (\d+) ", text))
