@@ -29,15 +29,13 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
     for (int i_work = 0;; ++i_work) {
       const LargeWork w(p, ring.share, i_work);
       if (!w.valid) break;
-      const int token = w.token_tile * Rows;
       const auto first_stage = [&](int slice) { return slice_begin(slice, a.plan.slices_log, a.steps); };
       float sum[kTiles][4], total[Keeps ? kTiles : 1][4];  // of the slice's groups; of the slices before
       if constexpr (Keeps) begin_totals(g, w, total, !apart, warp, lane);
 #pragma unroll 1
       for (int slice = w.first_slice; slice < w.last_slice; ++slice) {
-        const SpreadRows<Rows> scales(g.scales + slice * p.padded_rows() + token, lane);
         const int of_slice = first_stage(slice + 1) - first_stage(slice);
-        const auto multiply_group = [&]<bool First>() {
+        const auto multiply_group = [&]<bool First>(bool last) {
           const uint32_t x = ring.tiles();
           ring.wait();
           const uint32_t record = ring.record(ring.slot, warp);
@@ -84,7 +82,7 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
             }
           }
           ring.next();
-          ring.release();
+          if (!last) ring.release();
           float scale[2];
           unpack_pair(scales_of_rows, form.brain(), scale[0], scale[1]);
 #pragma unroll
@@ -96,13 +94,13 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
             }
           }
         };
-        multiply_group.template operator()<true>();
+        multiply_group.template operator()<true>(of_slice == 1);
 #pragma unroll 1
-        for (int i = 1; i < of_slice; ++i) multiply_group.template operator()<false>();
+        for (int i = 1; i < of_slice; ++i) multiply_group.template operator()<false>(i + 1 == of_slice);
         if (Keeps && !apart) {
 #pragma unroll
           for (int t = 0; t < (Keeps ? kTiles : 0); ++t) {
-            const float2 x = scales.of_tile(t, lane);
+            const float2 x = ring.scale(t);
             total[t][0] = fmaf(sum[t][0], x.x, total[t][0]), total[t][1] = fmaf(sum[t][1], x.y, total[t][1]);
             total[t][2] = fmaf(sum[t][2], x.x, total[t][2]), total[t][3] = fmaf(sum[t][3], x.y, total[t][3]);
           }
@@ -113,6 +111,7 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
             to[t * p.strips * kWarp] = make_float4(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
           }
         }
+        ring.release();
       }
       if constexpr (Keeps) {
         if (!apart) end_totals<F, true, Rows>(g, w, total, warp, lane);

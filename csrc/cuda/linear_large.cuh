@@ -113,7 +113,7 @@ struct LargeShape {
   static constexpr bool kTwoForms{kWarps != large_warps(F, D, Grouped, Rows, !Keeps)};
   static constexpr LargeLayout kLayout{
       large_layout(F, D, Grouped, Rows, kWarps, kArchitecture == 0 ? 90 : kArchitecture, RecordBytes)};
-  static constexpr int kRecordBytes{RecordBytes};
+  static constexpr int kRows{Rows}, kRecordBytes{RecordBytes};
   static constexpr int kRing{kLayout.ring < 2 ? 2 : kLayout.ring};  // where less fits the launcher takes another one
   static constexpr int kThreads{(kWarps + large_copy_warps(kArchitecture)) * kWarp};
   static constexpr int kCopyRegisters{!Format<F>::kInteger ? 40 : kWarps == 8 ? 24 : 32};
@@ -177,7 +177,7 @@ struct LargeChunks {
   int index;              // of the block's work
   int slice, last_slice;  // of it
   int left;               // stages of the slice; 0 behind the last one of all
-  int tile;               // number of the chunk's first tile of x
+  int tile, token;        // number of the chunk's first tile of x, and of its first row
   int first_strip, stage;
 
   __device__ __forceinline__ LargeChunks(const LargeArgs& g, uint32_t share) { set(g, share, 0); }
@@ -188,7 +188,7 @@ struct LargeChunks {
     slice = w.first_slice, last_slice = w.last_slice, first_strip = w.first_strip;
     stage = stages_before(g.a, slice);
     left = stages_before(g.a, slice + 1) - stage;
-    tile = w.token_tile * g.p.stages + stage;
+    tile = w.token_tile * g.p.stages + stage, token = w.token_tile * g.p.rows;
   }
   static __device__ __forceinline__ int stages_before(const DecodeArgs& a, int slice) {
     return slice_begin(slice, a.plan.slices_log, a.steps) * Shape::kStepStages;
@@ -321,9 +321,11 @@ struct LargeRing {
                                              int copier) const {
     const uint8_t* const from = g.tiles + static_cast<int64_t>(c.tile) * g.p.tile_bytes;
     const uint32_t own = base + to * kChunkTiles;
+    const float* const from_scales = g.scales + c.slice * g.p.padded_rows() + c.token;
     if constexpr (kBulkTiles) {
       if (copier > 0 || lane > 0) return;
-      barrier_arrive_expect(full + to * 8, c.stages() * g.p.tile_bytes);
+      barrier_arrive_expect(full + to * 8, c.stages() * g.p.tile_bytes + Shape::kRows * 4);
+      copy_bulk(scales(to), from_scales, Shape::kRows * 4, full + to * 8);
 #pragma unroll
       for (int i = 0; i < Shape::kChunk; ++i) {
         if (i >= c.stages()) continue;
@@ -336,8 +338,13 @@ struct LargeRing {
           copy_async_16(own + i * Shape::kLayout.tile_bytes + j, from + i * g.p.tile_bytes + j);
         }
       }
+      if (copier == 0 && lane * 4 < Shape::kRows) copy_async_16(scales(to) + lane * 16, from_scales + lane * 4);
       barrier_arrive_copies(full + to * 8);
     }
+  }
+  // Of the rows of x in a chunk's slice.
+  __device__ __forceinline__ uint32_t scales(int slot) const {
+    return base + Shape::kLayout.scales_at + slot * Shape::kRows * 4;
   }
   __device__ __forceinline__ void advance() {
     if (++slot == Shape::kRing) slot = 0, parity ^= 1;
@@ -354,7 +361,13 @@ struct LargeRing {
     held = slot;
     advance();
   }
-  // The products of the chunk before have been waited for.
+  // Of this lane's two rows of x in tile t of 8, of the chunk before. Spread over the lanes they took two shuffles a
+  // tile, and from global memory their latency.
+  __device__ __forceinline__ float2 scale(int t) const {
+    const uint2 pair = load_shared<uint2>(scales(held) + (t * 8 + lane % 4 * 2) * 4);
+    return make_float2(__uint_as_float(pair.x), __uint_as_float(pair.y));
+  }
+  // The products of the chunk before have been waited for, and its scales read.
   __device__ __forceinline__ void release() {
     if (held < 0) return;
     __syncwarp();
@@ -473,11 +486,11 @@ struct LargeTile {
   }
 
   // Adds the sums of a slice to those of the slices before it.
-  template <bool Whole>
-  __device__ __forceinline__ void add_slice(const SpreadRows<Rows>& scales, int lane) {
+  template <bool Whole, class Ring>
+  __device__ __forceinline__ void add_slice(const Ring& ring) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      const float2 scale = scales.of_tile(t, lane);
+      const float2 scale = ring.scale(t);
       const float4 value = slice_sums<Whole>(t);
       total[t][0] = fmaf(value.x, scale.x, total[t][0]), total[t][1] = fmaf(value.y, scale.y, total[t][1]);
       total[t][2] = fmaf(value.z, scale.x, total[t][2]), total[t][3] = fmaf(value.w, scale.y, total[t][3]);
@@ -547,39 +560,76 @@ __device__ __forceinline__ void read_row_terms(const DecodeArgs& a, int strip, i
                  [&]<class T>(int at) { return __ldg(reinterpret_cast<const T*>(record + at)); });
 }
 
-// Stores a tile of 8 rows of x from `row` on: what the sums of all slices give. x: the sums of this lane's two rows of
-// x. All lanes together.
+// Stores a strip's results for rows of x, tile by tile of 8: what the sums of all slices give. What does not depend on
+// the tile is found out before: an output's kind, asked a tile, took a third to two fifths of the kernels' code.
 template <bool PerRow>
-__device__ __forceinline__ void store_tile(const LargeArgs& g, int strip, int row, float4 sum,
-                                           const RowTerms (&rows)[2], float2 x, const float (&bias)[2], int lane) {
-  const DecodeArgs& a = g.a;
-  if constexpr (PerRow) {
-    sum.x = finish_row(rows[0], a.has_minimum, sum.x, x.x), sum.y = finish_row(rows[0], a.has_minimum, sum.y, x.y);
-    sum.z = finish_row(rows[1], a.has_minimum, sum.z, x.x), sum.w = finish_row(rows[1], a.has_minimum, sum.w, x.y);
-  }
-  const float value[4]{sum.x + bias[0], sum.y + bias[0], sum.z + bias[1], sum.w + bias[1]};
-  const int n = strip * kStripRows, outputs = a.gated ? 8 : kStripRows;
-  if (a.y_dtype == DType::bf16 && g.p.paired_stores && n + kStripRows <= a.n) {
-    // Two rows of x by one of W a word -> after the transposition one row of x by two of W
-    uint32_t words[2];
-    if (a.gated) {
-      words[0] = pack2<bf16>(gated(a, value[0], value[2]), gated(a, value[1], value[3]));
-    } else {
-      words[0] = pack2<bf16>(value[0], value[1]), words[1] = pack2<bf16>(value[2], value[3]);
-    }
+struct StripStores {
+  const LargeArgs& g;
+  int strip, row, lane;  // row: the first one of x
+  float scale[2], offset[2], bias[2];
+  bool pairs;    // of bf16 results in a word
+  int64_t step;  // bytes between tiles
+  uint8_t* to;
+
+  __device__ __forceinline__ StripStores(const LargeArgs& g, int strip, int row, int lane, const RowTerms (&rows)[2])
+      : g(g), strip(strip), row(row), lane(lane) {
+    const DecodeArgs& a = g.a;
+    if constexpr (PerRow) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i == 1 && a.gated) return;
-      const uint32_t word = transpose_8x8(words[i]);
-      bf16* const y = static_cast<bf16*>(a.y) + (row + lane / 4) * a.y_stride + strip * outputs + i * 8 + lane % 4 * 2;
-      if (row + lane / 4 < g.rows) *reinterpret_cast<uint32_t*>(y) = word;
+      for (int h = 0; h < 2; ++h) {
+        scale[h] = rows[h].scale, offset[h] = row_offset(rows[h], a.has_minimum);
+      }
     }
-    return;
+    load_bias(a, strip, lane, bias);
+    pairs = a.y_dtype == DType::bf16 && g.p.paired_stores && (strip + 1) * kStripRows <= a.n;
+    const int outputs = a.gated ? 8 : kStripRows;
+    step = 16 * static_cast<int64_t>(a.y_stride);
+    to = static_cast<uint8_t*>(a.y) + (row + lane / 4) * static_cast<int64_t>(a.y_stride) * 2 +
+         (strip * outputs + lane % 4 * 2) * 2;
   }
-  const int m = row + lane % 4 * 2;
-  if (m < g.rows) store_rows(a, strip, lane, m, value[0], value[2]);
-  if (m + 1 < g.rows) store_rows(a, strip, lane, m + 1, value[1], value[3]);
-}
+
+  // x: the sums of this lane's two rows of x.
+  __device__ __forceinline__ float4 finished(float4 sum, float2 x) const {
+    if constexpr (PerRow) {
+      sum.x = finish_row(scale[0], offset[0], sum.x, x.x), sum.y = finish_row(scale[0], offset[0], sum.y, x.y);
+      sum.z = finish_row(scale[1], offset[1], sum.z, x.x), sum.w = finish_row(scale[1], offset[1], sum.w, x.y);
+    }
+    return make_float4(sum.x + bias[0], sum.y + bias[0], sum.z + bias[1], sum.w + bias[1]);
+  }
+
+  // Two rows of x by one of W a word -> after the transposition one row of x by two of W
+  __device__ __forceinline__ void store_word(int t, int i, uint32_t word) const {
+    word = transpose_8x8(word);
+    if (row + t * 8 + lane / 4 < g.rows) *reinterpret_cast<uint32_t*>(to + t * step + i * 16) = word;
+  }
+
+  // tile(t): what tile t's sums have come to. All lanes together.
+  template <int Tiles, class Tile>
+  __device__ __forceinline__ void store(const Tile& tile) const {
+    const DecodeArgs& a = g.a;
+    if (!pairs) {
+#pragma unroll
+      for (int t = 0; t < Tiles; ++t) store_apart(g, strip, lane, row + t * 8, tile(t));
+    } else if (a.gated) {
+#pragma unroll
+      for (int t = 0; t < Tiles; ++t) {
+        const float4 v = tile(t);
+        store_word(t, 0, pack2<bf16>(gated(a, v.x, v.z), gated(a, v.y, v.w)));
+      }
+    } else {
+#pragma unroll
+      for (int t = 0; t < Tiles; ++t) {
+        const float4 v = tile(t);
+        store_word(t, 0, pack2<bf16>(v.x, v.y)), store_word(t, 1, pack2<bf16>(v.z, v.w));
+      }
+    }
+  }
+  static __device__ __noinline__ void store_apart(const LargeArgs& g, int strip, int lane, int row, float4 v) {
+    const int m = row + lane % 4 * 2;
+    if (m < g.rows) store_rows(g.a, strip, lane, m, v.x, v.z);
+    if (m + 1 < g.rows) store_rows(g.a, strip, lane, m + 1, v.y, v.w);
+  }
+};
 
 // A warp's sums of the slices before those that are the block's: what the block before this one has begun, or nothing.
 template <int Tiles>
@@ -613,13 +663,11 @@ __device__ __forceinline__ void end_totals(const LargeArgs& g, const LargeWork& 
   RowTerms rows[2]{};
   if constexpr (kPerRow) read_row_terms<F>(g.a, strip, lane, rows);
   const SpreadRows<Rows> sums((kPerRow ? g.totals : g.scales) + token, lane);  // of the rows of x
-  float bias[2];
-  load_bias(g.a, strip, lane, bias);
-#pragma unroll
-  for (int t = 0; t < Rows / 8; ++t) {
-    store_tile<kPerRow>(g, strip, token + t * 8, make_float4(total[t][0], total[t][1], total[t][2], total[t][3]), rows,
-                        sums.of_tile(t, lane), bias, lane);
-  }
+  const StripStores<kPerRow> stores(g, strip, token, lane, rows);
+  stores.template store<Rows / 8>([&](int t) {
+    const float4 sum = make_float4(total[t][0], total[t][1], total[t][2], total[t][3]);
+    return stores.finished(sum, kPerRow ? sums.of_tile(t, lane) : float2{});
+  });
 }
 
 // Adds the slices of tiles whose K was shared out, when all blocks have stored theirs. By the `Warps` warps with
@@ -646,8 +694,6 @@ __device__ __forceinline__ void merge_slices(const LargeArgs& g, int warp, int l
     }
     RowTerms rows[2]{};
     if constexpr (kPerRow) read_row_terms<F>(g.a, strip, lane, rows);
-    float bias[2];
-    load_bias(g.a, strip, lane, bias);
     float4 sum{};
 #pragma unroll
     for (int s = 0; s < kMaxSlices; ++s) {
@@ -657,7 +703,8 @@ __device__ __forceinline__ void merge_slices(const LargeArgs& g, int warp, int l
     }
     float2 x{};
     if constexpr (kPerRow) x = *reinterpret_cast<const float2*>(g.totals + row + lane % 4 * 2);
-    store_tile<kPerRow>(g, strip, row, sum, rows, x, bias, lane);
+    const StripStores<kPerRow> stores(g, strip, row, lane, rows);
+    stores.template store<1>([&](int) { return stores.finished(sum, x); });
   }
 }
 
@@ -707,7 +754,7 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
     for (int i_work = 0;; ++i_work) {
       const LargeWork w(p, ring.share, i_work);
       if (!w.valid) break;
-      const int token = w.token_tile * Rows, strip = w.first_strip + warp;
+      const int strip = w.first_strip + warp;
       int begin = slice_begin(w.first_slice, a.plan.slices_log, a.steps);
       Tile tile;
       if constexpr (Keeps) begin_totals(g, w, tile.total, !apart, warp, lane);
@@ -715,7 +762,6 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
       for (int slice = w.first_slice; slice < w.last_slice; ++slice) {
         const int end = slice_begin(slice + 1, a.plan.slices_log, a.steps), steps = end - begin,
                   stages = steps * Shape::kStepStages;
-        const SpreadRows<Rows> scales(g.scales + slice * p.padded_rows() + token, lane);
         SimpleTerms<F> terms{};           // of the next group
         const uint8_t* record = nullptr;  // and what comes behind it
         if constexpr (kGrouped) {
@@ -813,11 +859,11 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
         }
         begin = end;
         if constexpr (Wgmma) wgmma_wait<0>();
-        ring.release();
         // Two digits of int4 codes fit int32 together in up to 4,096 columns.
         constexpr bool kMayBeWhole{F == WeightFormat::int4 && !kGrouped && D == 2};
         const bool whole = kMayBeWhole && steps * kStepK <= 4096;
         if (apart) {
+          ring.release();
           if (strip >= a.strips) continue;
 #pragma unroll
           for (int t = 0; t < Tile::kTiles; ++t) {
@@ -825,7 +871,8 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
                 whole ? tile.template slice_sums<kMayBeWhole>(t) : tile.template slice_sums<false>(t);
           }
         } else if constexpr (Keeps) {
-          whole ? tile.template add_slice<kMayBeWhole>(scales, lane) : tile.template add_slice<false>(scales, lane);
+          whole ? tile.template add_slice<kMayBeWhole>(ring) : tile.template add_slice<false>(ring);
+          ring.release();
         }
       }
       if constexpr (Keeps) {

@@ -133,10 +133,17 @@ __device__ __forceinline__ float scale_group(const int (&raw)[D], const int (&di
   return has_minimum ? fmaf(row.minimum, join_digits<D>(digits), value) : value;
 }
 
-// What the slices of a row of W with one scale have added up to -> its product with a row of x, whose sum is `x_total`.
+// What a row of W with one scale adds for a row of x: this times its sum.
+__device__ __forceinline__ float row_offset(const RowTerms& row, bool has_minimum) {
+  return has_minimum ? row.minimum : __fmul_rn(-row.scale, static_cast<float>(row.zero));
+}
+
+// What the slices of such a row have added up to -> its product with a row of x, whose sum is `x_total`.
+__device__ __forceinline__ float finish_row(float scale, float offset, float sum, float x_total) {
+  return fmaf(offset, x_total, __fmul_rn(scale, sum));
+}
 __device__ __forceinline__ float finish_row(const RowTerms& row, bool has_minimum, float sum, float x_total) {
-  const float offset = has_minimum ? row.minimum : __fmul_rn(-row.scale, static_cast<float>(row.zero));
-  return fmaf(offset, x_total, __fmul_rn(row.scale, sum));
+  return finish_row(row.scale, row_offset(row, has_minimum), sum, x_total);
 }
 
 }  // namespace nibblelm::cuda

@@ -265,7 +265,7 @@ constexpr int large_chunk(WeightFormat format, int planes, bool grouped, int row
 // Where things are in the shared memory of the kernel, which has as many chunks as fit on cards for which the code is
 // compiled.
 struct LargeLayout {
-  int ring, tile_bytes, weights_at, records_at, barriers_at, bytes;
+  int ring, tile_bytes, weights_at, records_at, scales_at, barriers_at, bytes;
 };
 constexpr LargeLayout large_layout(WeightFormat format, int planes, bool grouped, int rows, int warps, int architecture,
                                    int record_bytes = 0) {
@@ -273,12 +273,14 @@ constexpr LargeLayout large_layout(WeightFormat format, int planes, bool grouped
   LargeLayout p{};
   p.tile_bytes = (large_tile_bytes(planes, rows, grouped ? 32 : 0) + 1023) / 1024 * 1024;
   const int chunk =
-      large_chunk(format, planes, grouped, rows) * (p.tile_bytes + warps * (large_strip_bytes(format) + record_bytes));
+      large_chunk(format, planes, grouped, rows) * (p.tile_bytes + warps * (large_strip_bytes(format) + record_bytes)) +
+      rows * 4;
   p.ring = (capacity - most * 16 - 8) / chunk;
   if (p.ring > most) p.ring = most;
   p.weights_at = p.ring * large_chunk(format, planes, grouped, rows) * p.tile_bytes;
   p.barriers_at = p.ring * chunk;
-  p.records_at = p.barriers_at - p.ring * warps * record_bytes;
+  p.scales_at = p.barriers_at - p.ring * rows * 4;
+  p.records_at = p.scales_at - p.ring * warps * record_bytes;
   p.bytes = p.barriers_at + p.ring * 16 + 8;
   return p;
 }
