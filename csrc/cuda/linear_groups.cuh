@@ -35,17 +35,20 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
 #pragma unroll 1
       for (int slice = w.first_slice; slice < w.last_slice; ++slice) {
         const int of_slice = first_stage(slice + 1) - first_stage(slice);
-        const auto multiply_group = [&]<bool First>(bool last) {
+        // Zeros: zero-points are there; else all are 8, words are sixteen times the codes less that, and the scale a
+        // sixteenth: exact, as all of it.
+        const auto multiply_group = [&]<bool First, bool Zeros>(bool last) {
           const uint32_t x = ring.tiles();
           ring.wait();
           const uint32_t record = ring.record(ring.slot, warp);
           const uint32_t scales_of_rows = load_shared<uint32_t>(record + lane / 4 * 4);
-          int zeros = 0x88;
-          if (form.has_zero()) zeros = load_shared<ZeroPair<F>>(record + 2 * kStripRows + lane / 4);
           uint32_t words[4][4];
           uint32_t bias[2];
+          if constexpr (Zeros) {
+            const int zeros = load_shared<ZeroPair<F>>(record + 2 * kStripRows + lane / 4);
 #pragma unroll
-          for (int i = 0; i < 2; ++i) bias[i] = 0x80808080u - zero_of<F>(zeros, i) * 0x01010101u;
+            for (int i = 0; i < 2; ++i) bias[i] = 0x80808080u - zero_of<F>(zeros, i) * 0x01010101u;
+          }
 #pragma unroll
           for (int u = 0; u < 2; ++u) {
             WeightPieces<F> pieces;
@@ -53,8 +56,13 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
             const uint32_t raw[4]{pieces.piece[0].x, pieces.piece[0].y, pieces.piece[0].z, pieces.piece[0].w};
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              words[2 * u][i] = ((raw[i] & 0x0f0f0f0fu) + bias[i % 2]) ^ 0x80808080u;
-              words[2 * u + 1][i] = (((raw[i] & 0xf0f0f0f0u) >> 4) + bias[i % 2]) ^ 0x80808080u;
+              uint32_t &low = words[2 * u][i], &high = words[2 * u + 1][i];
+              if constexpr (Zeros) {
+                low = ((raw[i] & 0x0f0f0f0fu) + bias[i % 2]) ^ 0x80808080u;
+                high = (((raw[i] & 0xf0f0f0f0u) >> 4) + bias[i % 2]) ^ 0x80808080u;
+              } else {
+                low = (raw[i] << 4 & 0xf0f0f0f0u) ^ 0x80808080u, high = (raw[i] & 0xf0f0f0f0u) ^ 0x80808080u;
+              }
             }
           }
           int acc[kSums][4];
@@ -85,6 +93,7 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
           if (!last) ring.release();
           float scale[2];
           unpack_pair(scales_of_rows, form.brain(), scale[0], scale[1]);
+          if constexpr (!Zeros) scale[0] *= 0.0625f, scale[1] *= 0.0625f;
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
@@ -94,9 +103,12 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
             }
           }
         };
-        multiply_group.template operator()<true>(of_slice == 1);
+        const auto multiply_groups = [&]<bool Zeros>() {
+          multiply_group.template operator()<true, Zeros>(of_slice == 1);
 #pragma unroll 1
-        for (int i = 1; i < of_slice; ++i) multiply_group.template operator()<false>(i + 1 == of_slice);
+          for (int i = 1; i < of_slice; ++i) multiply_group.template operator()<false, Zeros>(i + 1 == of_slice);
+        };
+        form.has_zero() ? multiply_groups.template operator()<true>() : multiply_groups.template operator()<false>();
         if (Keeps && !apart) {
 #pragma unroll
           for (int t = 0; t < (Keeps ? kTiles : 0); ++t) {
