@@ -17,6 +17,7 @@ from cuda_weights import DEVICE, FP32_ERROR, REASON, USABLE, activations, error,
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
 INTEGER = [(bits, group, form) for bits in (4, 8) for group in (-1, 32, 64, 128) for form in ("zero", "minimum")]
+INTEGER += [(bits, group, "symmetric") for bits in (4, 8) for group in (-1, 128)]
 DIGITS: list[tuple[torch.dtype, ActivationBits]] = [(torch.bfloat16, 8), (torch.bfloat16, 16), (torch.float32, 24)]
 WIDE = (17, 31, 33, 64, 65, 130, 300)
 
@@ -83,20 +84,40 @@ def test_integer_weights(
         assert ((got - x.double().cpu() @ truth.T).abs() <= bound).all(), (n, k)
 
 
+@pytest.mark.parametrize("form", ["zero", "symmetric"])
 @pytest.mark.parametrize("group", [-1, 128])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_thousands_of_rows(bits: int, group: int) -> None:
-    packed = ops.pack_linear([quantized(520, 1024, bits, group, "zero", torch.bfloat16)[0]], DEVICE)
+def test_thousands_of_rows(bits: int, group: int, form: str) -> None:
+    packed = ops.pack_linear([quantized(520, 1024, bits, group, form, torch.bfloat16)[0]], DEVICE)
     x = activations(8192, 1024, torch.bfloat16)
     for activation_bits in (8, 16):
         check(packed, x, activation_bits, (2048, 2049, 8192))
 
 
+@pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])
+def test_the_smallest_scales(scale_dtype: torch.dtype) -> None:
+    """Of which some kernels take a sixteenth."""
+    weight, _ = quantized(64, 1024, 4, 128, "symmetric", scale_dtype)
+    info = torch.finfo(scale_dtype)
+    weight.scale[::2] = info.smallest_normal * info.eps  # subnormal
+    weight.scale[1::2, ::2] = info.smallest_normal
+    packed = ops.pack_linear([weight], DEVICE)
+    x = activations(200, 1024, torch.bfloat16)
+    want = torch.cat([ops.linear(part, packed, None, 16, torch.empty(1, 64, device=DEVICE)) for part in x.split(1)])
+    assert want.any(1).all()
+    for m in (17, 64, 200):
+        for wide in (True, False):
+            with cuda.wgmma(wide):
+                assert torch.equal(ops.linear(x[:m], packed, None, 16, torch.empty(m, 64, device=DEVICE)), want[:m])
+
+
 @pytest.mark.parametrize("k", [4096, 14336])
-@pytest.mark.parametrize(("bits", "group"), [(4, -1), (4, 128), (8, -1)])
-def test_slices_shared_out_over_blocks(bits: int, group: int, k: int) -> None:
+@pytest.mark.parametrize(
+    ("bits", "group", "form"), [(4, -1, "zero"), (4, 128, "zero"), (4, 128, "symmetric"), (8, -1, "zero")]
+)
+def test_slices_shared_out_over_blocks(bits: int, group: int, form: str, k: int) -> None:
     """A matrix of few rows, so that several blocks take a tile's K."""
-    packed = ops.pack_linear([quantized(528, k, bits, group, "zero", torch.float16)[0]], DEVICE)
+    packed = ops.pack_linear([quantized(528, k, bits, group, form, torch.float16)[0]], DEVICE)
     for dtype, activation_bits in DIGITS:
         check(packed, activations(200, k, dtype), activation_bits, (20, 64, 200))
 
