@@ -263,6 +263,18 @@ def test_small_case_of_each_kernel(
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("m", [20, 70, 140])
+def test_small_case_of_symmetric_groups(m: int, wide: bool) -> None:
+    weight, truth = quantized(35, 331, 4, 128, "symmetric", torch.float16)
+    x = activations(m, 331, torch.bfloat16)
+    with cuda.wgmma(wide):
+        assert error(run(weight, x, activation_bits=16), x.double().cpu() @ truth.T) <= DIGIT_ERROR
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")
 def test_small_case_of_a_split_over_blocks() -> None:
     weight, truth = quantized(17, 4096, 4, 128, "zero", torch.float16)
     for m in (16, 40):
