@@ -230,7 +230,7 @@ class TestCalls:
 
 
 def _sanitize_cases() -> list[Any]:
-    """One small case per instantiation of every kernel of csrc/cuda/linear*.cu."""
+    """One small case per format, digits and kind of rows of every kernel of csrc/cuda/linear*.cu."""
     weights = [(bits, group) for bits in (4, 8) for group in (-1, 32, 128)]
     weights += [(16, 0), (17, 0), (32, 0)]  # bf16, fp16, fp32
     digits = [(torch.bfloat16, 16), (torch.float32, 24)]
@@ -264,10 +264,10 @@ def test_small_case_of_each_kernel(
 @pytest.mark.sanitize
 @pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")
 @pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("m", [20, 70, 140])
-def test_small_case_of_symmetric_groups(m: int, wide: bool) -> None:
-    weight, truth = quantized(35, 331, 4, 128, "symmetric", torch.float16)
-    x = activations(m, 331, torch.bfloat16)
+@pytest.mark.parametrize(("n", "k", "m"), [(35, 331, 20), (35, 331, 70), (17, 4096, 40)])
+def test_small_case_of_symmetric_groups(n: int, k: int, m: int, wide: bool) -> None:
+    weight, truth = quantized(n, k, 4, 128, "symmetric", torch.float16)
+    x = activations(m, k, torch.bfloat16)
     with cuda.wgmma(wide):
         assert error(run(weight, x, activation_bits=16), x.double().cpu() @ truth.T) <= DIGIT_ERROR
 

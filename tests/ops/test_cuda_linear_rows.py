@@ -94,17 +94,27 @@ def test_thousands_of_rows(bits: int, group: int, form: str) -> None:
         check(packed, x, activation_bits, (2048, 2049, 8192))
 
 
+@pytest.mark.parametrize(
+    ("bits", "group", "form"), [(4, -1, "zero"), (4, 128, "zero"), (4, 128, "symmetric"), (8, -1, "zero")]
+)
+def test_tiles_shared_out_evenly(bits: int, group: int, form: str) -> None:
+    """More tiles than multiprocessors and not a multiple, so that blocks hand on what they have begun."""
+    packed = ops.pack_linear([quantized(1363, 4096, bits, group, form, torch.bfloat16)[0]], DEVICE)
+    for activation_bits in (8, 16):
+        check(packed, activations(2048, 4096, torch.bfloat16), activation_bits, (2048,))
+
+
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])
 def test_the_smallest_scales(scale_dtype: torch.dtype) -> None:
     """Of which some kernels take a sixteenth."""
     weight, _ = quantized(64, 1024, 4, 128, "symmetric", scale_dtype)
     info = torch.finfo(scale_dtype)
     weight.scale[::2] = info.smallest_normal * info.eps  # subnormal
-    weight.scale[1::2, ::2] = info.smallest_normal
+    weight.scale[1::2] = info.smallest_normal
     packed = ops.pack_linear([weight], DEVICE)
     x = activations(200, 1024, torch.bfloat16)
     want = torch.cat([ops.linear(part, packed, None, 16, torch.empty(1, 64, device=DEVICE)) for part in x.split(1)])
-    assert want.any(1).all()
+    assert want.any(0).all()
     for m in (17, 64, 200):
         for wide in (True, False):
             with cuda.wgmma(wide):
