@@ -27,12 +27,13 @@ DecodePlan plan_here(const LinearWeight& w, int planes, int m, bool aligned) {
 
 // Where the parts of the large kernel's workspace begin.
 struct LargeBuffers {
-  int64_t scales, totals, partials, bytes;
+  int64_t scales, totals, shifts, partials, bytes;
 
   explicit LargeBuffers(const LargePlan& p) {
     scales = p.tiles_bytes();
     totals = scales + static_cast<int64_t>(p.slices()) * p.padded_rows() * 4;
-    partials = totals + static_cast<int64_t>(p.padded_rows()) * 4;
+    shifts = totals + static_cast<int64_t>(p.padded_rows()) * 4;
+    partials = shifts + static_cast<int64_t>(p.slices()) * p.padded_rows() * 4;
     bytes = partials + p.partial_bytes();
   }
 };
@@ -275,7 +276,7 @@ class ChainLauncher {
 
   void launch_large(const LinearStep& step, const DecodeArgs& a, int planes, int rows) const {
     const auto& [w, args] = step;
-    LargeArgs g{a, plan_large_here(w, planes, rows, args.mma_sync), rows, nullptr, nullptr, nullptr, nullptr};
+    LargeArgs g{a, plan_large_here(w, planes, rows, args.mma_sync), rows, nullptr, nullptr, nullptr, nullptr, nullptr};
     g.a.plan.slices_log = decode_slices_log(w.steps());
     g.a.plan.row_rounds = row_rounds(g.a.plan.slices_log, w.steps());
     g.a.stages = g.p.stages;
@@ -285,6 +286,7 @@ class ChainLauncher {
     g.tiles = workspace;
     g.scales = reinterpret_cast<float*>(workspace + at.scales);
     g.totals = reinterpret_cast<float*>(workspace + at.totals);
+    g.shifts = reinterpret_cast<int*>(workspace + at.shifts);
     g.partials = reinterpret_cast<float*>(workspace + at.partials);
     with_format(w.format, [&]<WeightFormat F>() {
       if constexpr (F != WeightFormat::f32) launch_large_format<F>(g, planes, launch_, describe(w, planes, rows));

@@ -1,6 +1,7 @@
 // The kernel for many rows of x and int4 weights in groups of 128 with scales of 16 bits, activations in two digits: as
 // linear_large.cuh, but zero-points are taken from the codes as they are unpacked and not from the sums, of which there
-// are eight times as many as in a tile of two digits.
+// are eight times as many as in a tile of two digits. Where none are stored all are 8, and unpacking takes half as
+// much.
 #pragma once
 
 #include "linear_large.cuh"
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
             }
           }
           ring.next();
-          if (!last) ring.release();
+          if (!last || apart) ring.release();
           float scale[2];
           unpack_pair(scales_of_rows, form.brain(), scale[0], scale[1]);
           if constexpr (!Zeros) scale[0] *= 0.0625f, scale[1] *= 0.0625f;
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
         if (!apart) end_totals<F, true, Rows>(g, w, total, warp, lane);
       }
     }
-    if (apart) merge_slices<F, true, Shape::kWarps>(g, warp, lane);
+    if (apart) merge_slices<F, true, D, Shape::kWarps>(g, warp, lane);
   });
 }
 

@@ -5,9 +5,9 @@
 // to 64. Every warp has a strip of 16 rows of W; the tile of x they share comes in stages of 128 bytes a column (128
 // digits, or 64 halves). One or two stages are a chunk, in a ring that warps of their own fill.
 //
-// Many tiles: the blocks share out their slices evenly, and a tile between two blocks is begun by the first and
-// finished by the second, in the same order of sums. Few tiles: several blocks take slices of one, and all blocks add
-// up their sums together.
+// Many tiles: the blocks take them in turn, or share out their slices evenly; then a tile between two blocks is begun
+// by the first and finished by the second, in the same order of sums. Few tiles: several blocks take slices of one, and
+// all blocks add up their sums together.
 #pragma once
 
 #include "barrier.cuh"
@@ -21,7 +21,8 @@ namespace nibblelm::cuda {
 
 // ---- sums that wait --------------------------------------------------------------------------------------------
 
-// Sums that wait, of one strip by 8 rows of x, four floats a lane: of slice or block `slot` in all.
+// Sums that wait, of one strip by 8 rows of x, four floats a lane, or the bits of integers: of slice or block `slot` in
+// all.
 __device__ __forceinline__ float4* partial_at(const LargeArgs& g, int slot, int t, int strip, int lane) {
   const int64_t at = static_cast<int64_t>(slot) * (g.p.rows / 8) + t;
   return reinterpret_cast<float4*>(g.partials) + (at * g.p.strips + strip) * kWarp + lane;
@@ -75,6 +76,9 @@ struct TileRow {
     return sums + (k % kStepK >> shift) * kGroupWords<D> * g.p.rows;
   }
   __device__ __forceinline__ float* scale(int slice) const { return g.scales + slice * g.p.padded_rows() + row; }
+  __device__ __forceinline__ void store_shift(int slice, int finer) const {
+    g.shifts[slice * g.p.padded_rows() + row] = unit_shift(finer);
+  }
   __device__ __forceinline__ void pad_scales(int) const {}
   __device__ __forceinline__ void store_total(float total) const { g.totals[row] = total; }
 };
@@ -110,10 +114,11 @@ template <WeightFormat F, bool Grouped, int D, int Rows, bool Keeps,
           int Warps = large_warps(F, D, Grouped, Rows, Keeps), int RecordBytes = 0>
 struct LargeShape {
   static constexpr int kWarps{Warps};
-  static constexpr bool kTwoForms{kWarps != large_warps(F, D, Grouped, Rows, !Keeps)};
+  static constexpr bool kTwoForms{large_two_forms(F, D, Grouped, Rows)};
   static constexpr LargeLayout kLayout{
-      large_layout(F, D, Grouped, Rows, kWarps, kArchitecture == 0 ? 90 : kArchitecture, RecordBytes)};
-  static constexpr int kRows{Rows}, kRecordBytes{RecordBytes};
+      large_layout(F, D, Grouped, Rows, kWarps, Keeps, kArchitecture == 0 ? 90 : kArchitecture, RecordBytes)};
+  static constexpr bool kOne{kOneSum<F, Grouped, D>};
+  static constexpr int kScaleBytes{large_scale_bytes(F, Rows, Keeps)}, kRecordBytes{RecordBytes};
   static constexpr int kRing{kLayout.ring < 2 ? 2 : kLayout.ring};  // where less fits the launcher takes another one
   static constexpr int kThreads{(kWarps + large_copy_warps(kArchitecture)) * kWarp};
   static constexpr int kCopyRegisters{!Format<F>::kInteger ? 40 : kWarps == 8 ? 24 : 32};
@@ -321,11 +326,13 @@ struct LargeRing {
                                              int copier) const {
     const uint8_t* const from = g.tiles + static_cast<int64_t>(c.tile) * g.p.tile_bytes;
     const uint32_t own = base + to * kChunkTiles;
-    const float* const from_scales = g.scales + c.slice * g.p.padded_rows() + c.token;
+    const int at = c.slice * g.p.padded_rows() + c.token;
+    const void* const from_scales = Shape::kOne ? static_cast<const void*>(g.shifts + at) : g.scales + at;
+    const bool scaled = Shape::kScaleBytes > 0 && (Shape::kOne || c.left <= Shape::kChunk);
     if constexpr (kBulkTiles) {
       if (copier > 0 || lane > 0) return;
-      barrier_arrive_expect(full + to * 8, c.stages() * g.p.tile_bytes + Shape::kRows * 4);
-      copy_bulk(scales(to), from_scales, Shape::kRows * 4, full + to * 8);
+      barrier_arrive_expect(full + to * 8, c.stages() * g.p.tile_bytes + (scaled ? Shape::kScaleBytes : 0));
+      if (scaled) copy_bulk(scales(to), from_scales, Shape::kScaleBytes, full + to * 8);
 #pragma unroll
       for (int i = 0; i < Shape::kChunk; ++i) {
         if (i >= c.stages()) continue;
@@ -338,13 +345,15 @@ struct LargeRing {
           copy_async_16(own + i * Shape::kLayout.tile_bytes + j, from + i * g.p.tile_bytes + j);
         }
       }
-      if (copier == 0 && lane * 4 < Shape::kRows) copy_async_16(scales(to) + lane * 16, from_scales + lane * 4);
+      for (int j = lane * 16; scaled && copier == 0 && j < Shape::kScaleBytes; j += kWarp * 16) {
+        copy_async_16(scales(to) + j, static_cast<const uint8_t*>(from_scales) + j);
+      }
       barrier_arrive_copies(full + to * 8);
     }
   }
-  // Of the rows of x in a chunk's slice.
+  // Of the rows of x in a slice, with its last chunk; where sums stay integers the shifts, with every chunk.
   __device__ __forceinline__ uint32_t scales(int slot) const {
-    return base + Shape::kLayout.scales_at + slot * Shape::kRows * 4;
+    return base + Shape::kLayout.scales_at + slot * Shape::kScaleBytes;
   }
   __device__ __forceinline__ void advance() {
     if (++slot == Shape::kRing) slot = 0, parity ^= 1;
@@ -406,9 +415,19 @@ struct LargeTile {
   // Over a group: its high digits, then on top of them the low ones, where both together would take too many registers.
   static constexpr int kPasses{Grouped && D == 2 && Rows >= 64 ? 2 : 1};
   static constexpr int kSums{D / kPasses * kTiles};
+  static constexpr bool kOne{kOneSum<F, Grouped, D>};
   typename Format<F>::Accumulator acc[kSums][4];
-  float sum[Grouped ? kTiles : 1][4];  // of the groups so far in this slice
-  float total[Keeps ? kTiles : 1][4];  // of the slices so far
+  float sum[Grouped ? kTiles : 1][4];           // of the groups so far in this slice
+  float total[Keeps && !kOne ? kTiles : 1][4];  // of the slices so far, where acc has not got them
+
+  // What stands for the slices so far.
+  __device__ __forceinline__ auto& so_far() {
+    if constexpr (kOne) {
+      return acc;
+    } else {
+      return total;
+    }
+  }
 
   static constexpr int kHeld{2};  // tiles whose terms are asked for together
 
@@ -460,6 +479,28 @@ struct LargeTile {
     }
   }
 
+  // Brings the sums of the slices so far to units of the scales of the next one, whose first chunk is in ring.slot.
+  // columns: of the tile that are rows of x.
+  template <bool Wgmma, class Ring>
+  __device__ __forceinline__ void rescale(const Ring& ring, int columns) {
+    const uint32_t shifts = ring.scales(ring.slot);
+    uint32_t any{0};
+#pragma unroll
+    for (int i = 0; i < (Rows + 2 * kWarp - 1) / (2 * kWarp); ++i) {
+      const int at = (2 * kWarp * i + 2 * ring.lane) % Rows;
+      const uint2 own = load_shared<uint2>(shifts + at * 4);
+      any |= (at < columns ? own.x : 0) | (at + 1 < columns ? own.y : 0);
+    }
+    if (!__any_sync(kAllLanes, any != 0)) return;
+    if constexpr (Wgmma) wgmma_wait<0>();
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      const uint2 own = load_shared<uint2>(shifts + (t * 8 + ring.lane % 4 * 2) * 4);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[t][e] = shifted(acc[t][e], static_cast<int>(e % 2 == 0 ? own.x : own.y));
+    }
+  }
+
   // What tile t's sums of a slice come to, over the slice's scale. Whole: two digits fit int32 together, whose value
   // join_digits rounds.
   template <bool Whole>
@@ -471,6 +512,8 @@ struct LargeTile {
         value[e] = sum[t][e];
       } else if constexpr (Whole) {
         value[e] = static_cast<float>(acc[t][e] * 256 + acc[kTiles + t][e]);
+      } else if constexpr (kOne) {
+        value[e] = __int_as_float(acc[t][e]);
       } else if constexpr (Format<F>::kInteger) {
         int raws[D];
 #pragma unroll
@@ -490,7 +533,7 @@ struct LargeTile {
   __device__ __forceinline__ void add_slice(const Ring& ring) {
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
-      const float2 scale = ring.scale(t);
+      const float2 scale = Format<F>::kScaled ? ring.scale(t) : make_float2(1.0f, 1.0f);
       const float4 value = slice_sums<Whole>(t);
       total[t][0] = fmaf(value.x, scale.x, total[t][0]), total[t][1] = fmaf(value.y, scale.y, total[t][1]);
       total[t][2] = fmaf(value.z, scale.x, total[t][2]), total[t][3] = fmaf(value.w, scale.y, total[t][3]);
@@ -632,28 +675,47 @@ struct StripStores {
 };
 
 // A warp's sums of the slices before those that are the block's: what the block before this one has begun, or nothing.
-template <int Tiles>
-__device__ __forceinline__ void begin_totals(const LargeArgs& g, const LargeWork& w, float (&total)[Tiles][4],
-                                             bool handed, int warp, int lane) {
+// T: int where sums stay integers, which are handed on as their bits.
+template <class T, int Tiles>
+__device__ __forceinline__ void begin_totals(const LargeArgs& g, const LargeWork& w, T (&total)[Tiles][4], bool handed,
+                                             int warp, int lane) {
   handed = handed && w.first_slice > 0 && w.first_strip + warp < g.a.strips;
   if (handed) wait_for_flag(handed_at(g, blockIdx.x - 1, warp));
+  // No branch, by which ptxas would take the tile for one that products still add to; all are under way together.
 #pragma unroll
   for (int t = 0; t < Tiles; ++t) {
-    const float4 sum = handed ? __ldcg(partial_at(g, blockIdx.x - 1, t, warp, lane)) : float4{};
-    total[t][0] = sum.x, total[t][1] = sum.y, total[t][2] = sum.z, total[t][3] = sum.w;
+    const float4* const from = partial_at(g, blockIdx.x - 1, t, warp, lane);
+    uint32_t bits[4];
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+        "@p ld.global.cg.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=&r"(bits[0]), "=&r"(bits[1]), "=&r"(bits[2]), "=&r"(bits[3])
+        : "l"(from), "r"(static_cast<int>(handed))
+        : "memory");
+    memcpy(total[t], bits, sizeof(bits));
   }
 }
 
 // What they have come to: stored as results, or handed on to the next block.
-template <WeightFormat F, bool Grouped, int Rows>
-__device__ __forceinline__ void end_totals(const LargeArgs& g, const LargeWork& w, const float (&total)[Rows / 8][4],
+template <WeightFormat F, bool Grouped, int Rows, class T>
+__device__ __forceinline__ void end_totals(const LargeArgs& g, const LargeWork& w, const T (&total)[Rows / 8][4],
                                            int warp, int lane) {
+  constexpr bool kOne{std::is_same_v<T, int>};
   const int strip = w.first_strip + warp, token = w.token_tile * Rows;
   if (strip >= g.a.strips) return;
   if (w.last_slice < g.p.slices()) {
+    const int* const shifts = g.shifts + w.last_slice * g.p.padded_rows() + token + lane % 4 * 2;
 #pragma unroll
     for (int t = 0; t < Rows / 8; ++t) {
-      *partial_at(g, blockIdx.x, t, warp, lane) = make_float4(total[t][0], total[t][1], total[t][2], total[t][3]);
+      float4 sum;
+      if constexpr (kOne) {  // in units of the slice with which it goes on
+        const int2 own = *reinterpret_cast<const int2*>(shifts + t * 8);
+        sum.x = __int_as_float(shifted(total[t][0], own.x)), sum.y = __int_as_float(shifted(total[t][1], own.y));
+        sum.z = __int_as_float(shifted(total[t][2], own.x)), sum.w = __int_as_float(shifted(total[t][3], own.y));
+      } else {
+        sum = make_float4(total[t][0], total[t][1], total[t][2], total[t][3]);
+      }
+      *partial_at(g, blockIdx.x, t, warp, lane) = sum;
     }
     __syncwarp();
     if (lane == 0) raise_flag(handed_at(g, blockIdx.x, warp));
@@ -663,18 +725,26 @@ __device__ __forceinline__ void end_totals(const LargeArgs& g, const LargeWork& 
   RowTerms rows[2]{};
   if constexpr (kPerRow) read_row_terms<F>(g.a, strip, lane, rows);
   const SpreadRows<Rows> sums((kPerRow ? g.totals : g.scales) + token, lane);  // of the rows of x
+  const SpreadRows<kOne ? Rows : 8> units(g.scales + (g.p.slices() - 1) * g.p.padded_rows() + token, lane);
   const StripStores<kPerRow> stores(g, strip, token, lane, rows);
   stores.template store<Rows / 8>([&](int t) {
-    const float4 sum = make_float4(total[t][0], total[t][1], total[t][2], total[t][3]);
+    float4 sum;
+    if constexpr (kOne) {
+      const float2 unit = units.of_tile(t, lane);
+      sum.x = SliceSum<true>{total[t][0], unit.x}.result(), sum.y = SliceSum<true>{total[t][1], unit.y}.result();
+      sum.z = SliceSum<true>{total[t][2], unit.x}.result(), sum.w = SliceSum<true>{total[t][3], unit.y}.result();
+    } else {
+      sum = make_float4(total[t][0], total[t][1], total[t][2], total[t][3]);
+    }
     return stores.finished(sum, kPerRow ? sums.of_tile(t, lane) : float2{});
   });
 }
 
 // Adds the slices of tiles whose K was shared out, when all blocks have stored theirs. By the `Warps` warps with
 // strips.
-template <WeightFormat F, bool Grouped, int Warps>
+template <WeightFormat F, bool Grouped, int D, int Warps>
 __device__ __forceinline__ void merge_slices(const LargeArgs& g, int warp, int lane) {
-  constexpr bool kPerRow{Format<F>::kInteger && !Grouped};
+  constexpr bool kPerRow{Format<F>::kInteger && !Grouped}, kOne{kOneSum<F, Grouped, D>};
   GridBarrier<Warps * kWarp> grid{reinterpret_cast<uint32_t*>(g.a.arrivals + g.a.strips)};
   grid.arrive();
   grid.wait();
@@ -685,21 +755,39 @@ __device__ __forceinline__ void merge_slices(const LargeArgs& g, int warp, int l
     const int strip = tile / g.p.token_tiles * Warps + warp, row = tile % g.p.token_tiles * g.p.rows + t * 8;
     if (strip >= g.a.strips) continue;
     float4 part[kMaxSlices];
-    float2 scale[kMaxSlices];
+    float2 scale[kMaxSlices];  // or shifts
+    const float* const scales = kOne ? reinterpret_cast<const float*>(g.shifts) : g.scales;
 #pragma unroll
     for (int s = 0; s < kMaxSlices; ++s) {
       if (s >= g.p.slices()) continue;
       part[s] = __ldcg(partial_at(g, tile * g.p.slices() + s, t, warp, lane));
-      scale[s] = *reinterpret_cast<const float2*>(g.scales + s * g.p.padded_rows() + row + lane % 4 * 2);
+      scale[s] = *reinterpret_cast<const float2*>(scales + s * g.p.padded_rows() + row + lane % 4 * 2);
     }
     RowTerms rows[2]{};
     if constexpr (kPerRow) read_row_terms<F>(g.a, strip, lane, rows);
     float4 sum{};
+    if constexpr (kOne) {
+      int own[4]{};
 #pragma unroll
-    for (int s = 0; s < kMaxSlices; ++s) {
-      if (s >= g.p.slices()) continue;
-      sum.x = fmaf(part[s].x, scale[s].x, sum.x), sum.y = fmaf(part[s].y, scale[s].y, sum.y);
-      sum.z = fmaf(part[s].z, scale[s].x, sum.z), sum.w = fmaf(part[s].w, scale[s].y, sum.w);
+      for (int s = 0; s < kMaxSlices; ++s) {
+        if (s >= g.p.slices()) continue;
+        const int2 shift = make_int2(__float_as_int(scale[s].x), __float_as_int(scale[s].y));
+        own[0] = shifted(own[0], shift.x) + __float_as_int(part[s].x);
+        own[1] = shifted(own[1], shift.y) + __float_as_int(part[s].y);
+        own[2] = shifted(own[2], shift.x) + __float_as_int(part[s].z);
+        own[3] = shifted(own[3], shift.y) + __float_as_int(part[s].w);
+      }
+      const float* const last = g.scales + (g.p.slices() - 1) * g.p.padded_rows() + row;
+      const float2 unit = reinterpret_cast<const float2*>(last)[lane % 4];
+      sum.x = SliceSum<true>{own[0], unit.x}.result(), sum.y = SliceSum<true>{own[1], unit.y}.result();
+      sum.z = SliceSum<true>{own[2], unit.x}.result(), sum.w = SliceSum<true>{own[3], unit.y}.result();
+    } else {
+#pragma unroll
+      for (int s = 0; s < kMaxSlices; ++s) {
+        if (s >= g.p.slices()) continue;
+        sum.x = fmaf(part[s].x, scale[s].x, sum.x), sum.y = fmaf(part[s].y, scale[s].y, sum.y);
+        sum.z = fmaf(part[s].z, scale[s].x, sum.z), sum.w = fmaf(part[s].w, scale[s].y, sum.w);
+      }
     }
     float2 x{};
     if constexpr (kPerRow) x = *reinterpret_cast<const float2*>(g.totals + row + lane % 4 * 2);
@@ -731,12 +819,12 @@ struct SimpleTerms {
   }
 };
 
-template <WeightFormat F, Groups G, int D, int Rows, bool Keeps, bool Wgmma>
-__global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keeps>::kThreads, 1)
+template <WeightFormat F, Groups G, int D, int Rows, bool Keeps, int Warps, bool Wgmma>
+__global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keeps, Warps>::kThreads, 1)
     linear_large_kernel(const __grid_constant__ LargeArgs g) {
   constexpr bool kGrouped{G != Groups::none};
   using Fmt = Format<F>;
-  using Shape = LargeShape<F, kGrouped, D, Rows, Keeps>;
+  using Shape = LargeShape<F, kGrouped, D, Rows, Keeps, Warps>;
   using Tile = LargeTile<F, kGrouped, D, Rows, Keeps>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const LargePlan& p = g.p;
@@ -757,7 +845,7 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
       const int strip = w.first_strip + warp;
       int begin = slice_begin(w.first_slice, a.plan.slices_log, a.steps);
       Tile tile;
-      if constexpr (Keeps) begin_totals(g, w, tile.total, !apart, warp, lane);
+      if constexpr (Keeps) begin_totals(g, w, tile.so_far(), !apart, warp, lane);
 #pragma unroll 1
       for (int slice = w.first_slice; slice < w.last_slice; ++slice) {
         const int end = slice_begin(slice + 1, a.plan.slices_log, a.steps), steps = end - begin,
@@ -769,7 +857,7 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
           record = a.records + (static_cast<int64_t>(w.strip(g)) * a.groups + group) * a.record_bytes;
           if constexpr (G == Groups::simple) terms.read(form, record, lane);
         }
-        bool add_to{false};  // to the sums of the slice, or of the group
+        bool add_to{Tile::kOne && !apart};  // to the sums so far: of the group, the slice or, in integers, all slices
         tile.begin_slice();
         int stage{0};
         const auto multiply_stage = [&]<bool First>(uint32_t x, uint32_t codes) {
@@ -845,6 +933,10 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
           }
           ++stage;
         };
+        if (Tile::kOne && !apart && slice > w.first_slice) {
+          ring.wait();
+          tile.template rescale<Wgmma>(ring, g.rows - w.token_tile * Rows);
+        }
 #pragma unroll 1
         while (stage < stages) {
           const uint32_t x = ring.tiles(), codes = ring.codes();
@@ -858,6 +950,7 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
           ring.next();
         }
         begin = end;
+        if (Tile::kOne && !apart && slice + 1 < w.last_slice) continue;  // products may stay under way
         if constexpr (Wgmma) wgmma_wait<0>();
         // Two digits of int4 codes fit int32 together in up to 4,096 columns.
         constexpr bool kMayBeWhole{F == WeightFormat::int4 && !kGrouped && D == 2};
@@ -870,25 +963,28 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
             *partial_at(g, w.tile * p.slices() + slice, t, warp, lane) =
                 whole ? tile.template slice_sums<kMayBeWhole>(t) : tile.template slice_sums<false>(t);
           }
+        } else if constexpr (Tile::kOne) {
+          ring.release();
         } else if constexpr (Keeps) {
           whole ? tile.template add_slice<kMayBeWhole>(ring) : tile.template add_slice<false>(ring);
           ring.release();
         }
       }
       if constexpr (Keeps) {
-        if (!apart) end_totals<F, kGrouped, Rows>(g, w, tile.total, warp, lane);
+        if (!apart) end_totals<F, kGrouped, Rows>(g, w, tile.so_far(), warp, lane);
       }
     }
-    if (apart) merge_slices<F, kGrouped, Shape::kWarps>(g, warp, lane);
+    if (apart) merge_slices<F, kGrouped, D, Shape::kWarps>(g, warp, lane);
   });
 }
 
 // ---- launcher --------------------------------------------------------------------------------------------------
 
-template <WeightFormat F, Groups G, int D, int Rows, bool Keeps>
+template <WeightFormat F, Groups G, int D, int Rows, bool Keeps,
+          int Warps = large_warps(F, D, G != Groups::none, Rows, Keeps)>
 void launch_large(const LargeArgs& g, const Launch& launch, const std::string& what) {
-  const auto kernel =
-      g.p.wgmma ? linear_large_kernel<F, G, D, Rows, Keeps, true> : linear_large_kernel<F, G, D, Rows, Keeps, false>;
+  const auto kernel = g.p.wgmma ? linear_large_kernel<F, G, D, Rows, Keeps, Warps, true>
+                                : linear_large_kernel<F, G, D, Rows, Keeps, Warps, false>;
   launch_kernel(launch, [&] { return what; }, kernel, dim3(g.p.blocks), dim3(g.p.threads), g.p.shared_bytes, g);
 }
 
@@ -902,8 +998,12 @@ void launch_large(const LargeArgs& g, const Launch& launch, const std::string& w
   }
   if constexpr (large_compiled(F, D, Grouped, Rows)) {
     const auto launch_form = [&]<Groups G>() {
-      if constexpr (large_warps(F, D, Grouped, Rows, true) != large_warps(F, D, Grouped, Rows, false)) {
+      if constexpr (large_two_forms(F, D, Grouped, Rows)) {
         if (g.p.parts() > 1) return launch_large<F, G, D, Rows, false>(g, launch, what);
+      }
+      if constexpr (constexpr int kHalf{large_warps(F, D, Grouped, Rows, true) / 2};
+                    large_halves(F, D, Grouped, Rows)) {
+        if (g.p.strips == kHalf) return launch_large<F, G, D, Rows, true, kHalf>(g, launch, what);
       }
       launch_large<F, G, D, Rows, true>(g, launch, what);
     };

@@ -1,5 +1,5 @@
-// Activations of the decode kernel as "planes" in shared memory: int8 digits with a power-of-two scale per slice and
-// row (integer weights), or terms in the weight's half precision whose sum is the activation.
+// Activations as "planes": int8 digits with a scale per slice and row, of two and three digits a power of two (integer
+// weights), or terms in the weight's half precision whose sum is the activation.
 #pragma once
 
 #include "linear.h"
@@ -25,6 +25,11 @@ constexpr bool kFloatActivations{D == activation_planes(F, DType::f32)};
 
 template <WeightFormat F, int D>
 constexpr bool kDigitColumns{digit_columns(Format<F>::kInteger, D)};
+
+// Whether the sums of slices stay integers, so that no kernel keeps totals beside them: all slices' scales are one
+// number by powers of two, and one digit by int4 codes leaves room in int32 for shifts between them.
+template <WeightFormat F, bool Grouped, int D>
+constexpr bool kOneSum{one_sum(F, D, Grouped)};
 
 struct DecodeArgs {
   const uint8_t* data;
@@ -81,6 +86,7 @@ struct LargeArgs {
   uint8_t* tiles;   // x in digits or halves
   float* scales;    // (slices, padded rows of x)
   float* totals;    // (padded rows of x): their sums, for weights with one scale a row
+  int* shifts;      // (slices, padded rows of x): unit_shift from the slice before, where sums stay integers
   float* partials;  // sums of slices that wait to be added
 };
 
@@ -341,6 +347,12 @@ __device__ __forceinline__ float normalizer(uint32_t largest, float& scale) {
   const uint32_t inverse = (__float_as_uint(kTop) - max(largest, kLeast) + kOne) & kExponent;
   scale = __uint_as_float(largest >= kExponent ? 0x7fc00000u : 2 * kOne - inverse);
   return largest == 0 ? 0.0f : __uint_as_float(inverse);
+}
+
+// For kOneSum: by what power of two a slice's scale is finer than that of the row's largest. It brings the slice's
+// largest just under the top, unless the row's sum in units of the least scale might not fit int32.
+__device__ __forceinline__ int finer_by(uint32_t of_row, uint32_t of_slice, int columns) {
+  return min(static_cast<int>(of_row - of_slice >> 23), __clz(127 * 15 * columns) - 1);
 }
 
 // Words of a group's digit sums: two digits of a group of 128 fit int32 together, three do not.

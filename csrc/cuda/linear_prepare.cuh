@@ -68,6 +68,7 @@ struct ImageRow {
   __device__ __forceinline__ float* scale(int slice) const {
     return reinterpret_cast<float*>(image + p.scales_at) + (slice & (p.block_slices() - 1)) * C + row;
   }
+  __device__ __forceinline__ void store_shift(int, int) const {}  // known by the scales
   // One row's scales stand for all slices there may be, so that who adds need not ask how many there are.
   __device__ __forceinline__ void pad_scales(int slices) const {
     const int slice = threadIdx.x;
@@ -215,6 +216,36 @@ __device__ __forceinline__ void add_digits(const int (&total)[D], int* slice_sum
   }
 }
 
+// Of this warp's slice: the factor of its activations, and its inverse; all warps' largest are there. `to` gets the
+// inverse, and where sums stay integers what takes them there from the slice before.
+template <WeightFormat F, bool Grouped, int D, class To>
+__device__ __forceinline__ float scale_slice(const DecodeArgs& a, const WarpShare& share, RowScratch<D>& scratch,
+                                             const To& to) {
+  const int lane = threadIdx.x % kWarp;
+  float inverse{1.0f}, scale{1.0f};
+  if constexpr (Format<F>::kScaled) {
+    const auto largest_of = [&](int slice) {
+      return __reduce_max_sync(kAllLanes, scratch.largest[(lane & share.subs - 1) * share.slices + slice]);
+    };
+    const uint32_t largest = largest_of(share.slice);
+    if constexpr (kOneSum<F, Grouped, D>) {
+      const uint32_t of_row = __reduce_max_sync(kAllLanes, scratch.largest[lane % kDecodeWarps]);
+      const auto finer_of = [&](uint32_t of_slice) { return finer_by(of_row, of_slice, a.steps * kStepK); };
+      inverse = normalizer<F, D>(of_row, scale);
+      const bool none = inverse == 0.0f;  // only zeros, or not finite
+      const int finer = none ? 0 : finer_of(largest),
+                before = none || share.slice == 0 ? finer : finer_of(largest_of(share.slice - 1));
+      inverse = __int_as_float(__float_as_int(inverse) + (finer << 23));
+      scale = __int_as_float(__float_as_int(scale) - (finer << 23));
+      if (share.sub == 0 && lane == 0) to.store_shift(share.slice, finer - before);
+    } else {
+      inverse = normalizer<F, D>(largest, scale);
+    }
+  }
+  if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scratch.scales[share.slice] = scale;
+  return inverse;
+}
+
 // By the whole block, before `add_digits`: sums of all slices there may be, and the scales of those that are not there.
 template <int D, class To>
 __device__ __forceinline__ void clear_sums(const WarpShare& share, RowScratch<D>& scratch, const To& to,
@@ -247,14 +278,11 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
       largest = max(largest, load_chunk<true, Aligned>(a, row, k, share.last).largest());
     }
   }
-  float inverse{1.0f}, scale{1.0f};
   if constexpr (kScaled) {
     put_largest(largest);
     __syncthreads();
-    largest = scratch.largest[(lane & share.subs - 1) * share.slices + share.slice];
-    inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
-  if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scratch.scales[share.slice] = scale;
+  const float inverse = scale_slice<F, Grouped>(a, share, scratch, to);
   int total[D]{};
 #pragma unroll 1
   for (int k = share.begin(); k - 8 * lane < share.last; k += share.step()) {  // all lanes together
@@ -397,7 +425,6 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
     }
     if (!Post || norms < 3) norm(a.gain, gain, eps);
   }
-  float inverse{1.0f}, scale{1.0f};
   if constexpr (kScaled) {
     uint32_t largest{0};
 #pragma unroll
@@ -405,10 +432,8 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
     largest = __reduce_max_sync(kAllLanes, largest);
     if (lane == 0) scratch.largest[warp] = largest;
     __syncthreads();
-    largest = scratch.largest[(lane & share.subs - 1) * share.slices + share.slice];
-    inverse = normalizer<F, D>(__reduce_max_sync(kAllLanes, largest), scale);
   }
-  if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scratch.scales[share.slice] = scale;
+  const float inverse = scale_slice<F, Grouped>(a, share, scratch, to);
   int total[D]{};
   const auto place = to.place(begin);
 #pragma unroll

@@ -45,6 +45,7 @@ template <WeightFormat F, bool Grouped, int D, int C, bool Joined, bool GoesOn>
 struct Reduction {
   // One row of x leaves most lanes without a result, so its digit sums are scaled by the warp that adds them.
   static constexpr bool kRaw{Format<F>::kInteger && !Grouped && C == 1};
+  static constexpr bool kOne{kOneSum<F, Grouped, D>};
   static constexpr int kWords{kRaw ? D : 1};
   using Tiles = Tile<F, Grouped, D, C>;
   static constexpr int kValues{Tiles::kTiles * Tiles::kColumns * 2};  // of a lane: [tile][column][row half]
@@ -62,6 +63,8 @@ struct Reduction {
       const int t = i / 2 / Tiles::kColumns, j = i / 2 % Tiles::kColumns, h = i % 2;
       if constexpr (Grouped) {
         value[i] = tile.sum[t][h][j];
+      } else if constexpr (kOne) {
+        value[i] = __int_as_float(tile.raw(t, 0, h, j));
       } else if constexpr (Format<F>::kInteger) {
         int raws[D];
 #pragma unroll
@@ -80,7 +83,13 @@ struct Reduction {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
       const int m = Tiles::column(i / 2 / Tiles::kColumns, i / 2 % Tiles::kColumns, lane);
-      total[i] = fmaf(value[i], scales[slice * C + m], total[i]);  // of columns beyond the rows of x: anything
+      const float scale = scales[slice * C + m];  // of columns beyond the rows of x: anything
+      if constexpr (kOne) {
+        const int before = in_units(__float_as_int(total[i]), scales[max(slice - 1, 0) * C + m], scale);
+        total[i] = __int_as_float(before + __float_as_int(value[i]));
+      } else {
+        total[i] = fmaf(value[i], scale, total[i]);
+      }
     }
   }
 
@@ -151,7 +160,12 @@ struct Reduction {
     for (int i = 0; i < kValues; i += 2) {
       const int m = Tiles::column(i / 2 / Tiles::kColumns, i / 2 % Tiles::kColumns, lane);
       if (m >= a.plan.m) continue;
-      const float low = finished(sum[i], rows[0], x_totals[m]), high = finished(sum[i + 1], rows[1], x_totals[m]);
+      const auto total = [&](float value) {
+        if constexpr (!kOne) return value;
+        return SliceSum<true>{__float_as_int(value), scales[(a.plan.slices() - 1) * C + m]}.result();
+      };
+      const float low = finished(total(sum[i]), rows[0], x_totals[m]),
+                  high = finished(total(sum[i + 1]), rows[1], x_totals[m]);
       store_rows(a, strip, lane, m, low + bias[0], high + bias[1]);
     }
   }
@@ -159,7 +173,7 @@ struct Reduction {
   // What was delivered of a slice of the block for row `row` of the strip and row m of x.
   __device__ __forceinline__ float delivered(int slice, int m, int row) const {
     const int* const from = red + ((slice * (C == 1 ? 1 : a.plan.m) + m) * kStripRows + row) * kWords;
-    if constexpr (kRaw) {
+    if constexpr (kRaw && !kOne) {
       int raws[D];
 #pragma unroll
       for (int d = 0; d < D; ++d) raws[d] = from[d];
@@ -181,7 +195,8 @@ struct Reduction {
     alignas(16) float scale[kHeld];  // zero for slices that are not there
     *reinterpret_cast<float4*>(scale) = *reinterpret_cast<const float4*>(scales + first);
     wait();
-    float value[kHeld], sum{0.0f};
+    float value[kHeld];
+    SliceSum<kOne> sum;
 #pragma unroll
     for (int s = 0; s < kHeld; ++s) {
       int raws[D];
@@ -192,16 +207,18 @@ struct Reduction {
 #pragma unroll
         for (int d = 0; d < D; ++d) raws[d] = load_shared<int>(from[s] + d * 4);
       }
-      value[s] = join_digits<D>(raws);
+      value[s] = kOne ? __int_as_float(raws[0]) : join_digits<D>(raws);
     }
     const auto add = [&] {
 #pragma unroll
-      for (int s = 0; s < kHeld; ++s) sum = fmaf(value[s], scale[s], sum);
+      for (int s = 0; s < kHeld; ++s) {
+        if (!kOne || first + s <= last) sum.add(value[s], scale[s]);
+      }
     };
     add();
-    sum = __shfl_xor_sync(kAllLanes, sum, kStripRows);  // the upper half goes on where the lower one ends
+    sum = sum.of_lane(kStripRows);  // the upper half goes on where the lower one ends
     add();
-    store(0, row, finish_row(terms, a.has_minimum, sum, x_total), bias, first > 0);
+    store(0, row, finish_row(terms, a.has_minimum, sum.result(), x_total), bias, first > 0);
   }
 
   // Warp `me` of the strip finishes every strip_warps()th round of two rows of x, a half of the warp each; one row of x
@@ -231,20 +248,21 @@ struct Reduction {
         }
         continue;
       }
-      float sum{0.0f};
+      SliceSum<kOne> sum;
       const auto add = [&] {
 #pragma unroll
         for (int s = 0; s < kHeld; ++s) {
-          const float more = fmaf(value[s], scales[min(first + s, count - 1) * C + m], sum);
-          sum = first + s < count ? more : sum;
+          SliceSum<kOne> more = sum;
+          more.add(value[s], scales[min(first + s, count - 1) * C + m]);
+          if (first + s < count) sum = more;
         }
       };
       add();
       if constexpr (C == 1) {  // the upper half goes on where the lower one ends
-        sum = __shfl_xor_sync(kAllLanes, sum, kStripRows);
+        sum = sum.of_lane(kStripRows);
         add();
       }
-      store(m, row, finished(sum, terms, x_totals[m]), bias, C == 1 ? half == 1 : wanted);
+      store(m, row, finished(sum.result(), terms, x_totals[m]), bias, C == 1 ? half == 1 : wanted);
     }
     if (Joined || p.parts_log == 0) return;
     // The block that arrives last adds the slices, in their order. Four bits of a counter for every warp of a strip.
@@ -257,14 +275,14 @@ struct Reduction {
 #pragma unroll 1
     for (int i = me; i < rounds; i += p.strip_warps()) {
       const int m = C == 1 ? 0 : min(half + 2 * i, m_count - 1);
-      float sum{0.0f};
+      SliceSum<kOne> sum;
 #pragma unroll 4
       for (int s = 0; s < p.slices(); ++s) {
         const uint8_t* const image = a.images + (s >> p.block_log) * p.image_bytes;
         const float scale = reinterpret_cast<const float*>(image + p.scales_at)[(s & (count - 1)) * C + m];
-        sum = fmaf(__ldcg(partials + s * slice_step + m * kStripRows), scale, sum);
+        sum.add(__ldcg(partials + s * slice_step + m * kStripRows), scale);
       }
-      store(m, row, finished(sum, terms, x_totals[m]), bias, C == 1 ? half == 1 : half + 2 * i < m_count);
+      store(m, row, finished(sum.result(), terms, x_totals[m]), bias, C == 1 ? half == 1 : half + 2 * i < m_count);
     }
     if (lane == 0) atomicSub(a.arrivals + strip, p.parts() << 4 * me);
   }

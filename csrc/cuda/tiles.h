@@ -58,6 +58,11 @@ NIBBLELM_HOST_DEVICE inline int slice_begin(int slice, int slices_log, int steps
 // Whether the digits of a row of x are neighbouring columns of the tensor-core tile: two bf16 digits, integer weights.
 constexpr bool digit_columns(bool integer, int planes) { return integer && planes == 2; }
 
+// Whether the sums of all slices stay integers; see kOneSum.
+constexpr bool one_sum(WeightFormat format, int planes, bool grouped) {
+  return format == WeightFormat::int4 && planes == 1 && !grouped;
+}
+
 // Rows of x the kernel is compiled for that takes m.
 constexpr int decode_columns(int m, bool digits) { return m == 1 ? 1 : digits && m <= 4 ? 4 : m <= 8 ? 8 : 16; }
 
@@ -232,8 +237,20 @@ constexpr bool large_compiled(WeightFormat format, int planes, bool grouped, int
 // eight leave shared memory for the stages of halves.
 constexpr int large_warps(WeightFormat format, int planes, bool grouped, int rows, bool keeps_totals) {
   if (format != WeightFormat::int4 && format != WeightFormat::int8) return 8;
+  if (one_sum(format, planes, grouped)) keeps_totals = false;
   const int sums = ((grouped && planes == 2 ? 1 : planes) + grouped + keeps_totals) * rows / 2;
   return sums <= 80 ? 16 : sums <= 112 ? 12 : 8;
+}
+
+// Whether a kernel whose blocks share out a tile's K has a form of its own, which adds no slices.
+constexpr bool large_two_forms(WeightFormat format, int planes, bool grouped, int rows) {
+  return one_sum(format, planes, grouped) ||
+         large_warps(format, planes, grouped, rows, true) != large_warps(format, planes, grouped, rows, false);
+}
+
+// Whether tiles of half the usual strips are compiled, too: for so few tiles that more, smaller ones are faster.
+constexpr bool large_halves(WeightFormat format, int planes, bool grouped, int rows) {
+  return one_sum(format, planes, grouped) && rows == 128;
 }
 
 // Whether linear_groups.cuh has the kernel for these groups, and its warps.
@@ -262,24 +279,32 @@ constexpr int large_chunk(WeightFormat format, int planes, bool grouped, int row
   return format == WeightFormat::int8 || grouped || planes * rows > 64 ? 1 : 2;
 }
 
+// Bytes beside a chunk for a number of each of a tile's rows of x: the scales of a slice where totals of slices are
+// kept, or the shifts of sums that stay integers.
+constexpr int large_scale_bytes(WeightFormat format, int rows, bool keeps_totals) {
+  const bool scaled = format == WeightFormat::int4 || format == WeightFormat::int8 || format == WeightFormat::f16;
+  return scaled && keeps_totals ? rows * 4 : 0;
+}
+
 // Where things are in the shared memory of the kernel, which has as many chunks as fit on cards for which the code is
 // compiled.
 struct LargeLayout {
   int ring, tile_bytes, weights_at, records_at, scales_at, barriers_at, bytes;
 };
-constexpr LargeLayout large_layout(WeightFormat format, int planes, bool grouped, int rows, int warps, int architecture,
-                                   int record_bytes = 0) {
+constexpr LargeLayout large_layout(WeightFormat format, int planes, bool grouped, int rows, int warps,
+                                   bool keeps_totals, int architecture, int record_bytes = 0) {
   const int capacity = (small_shared_memory(architecture) ? 99 : architecture < 90 ? 163 : 227) * 1024, most = 8;
   LargeLayout p{};
   p.tile_bytes = (large_tile_bytes(planes, rows, grouped ? 32 : 0) + 1023) / 1024 * 1024;
+  const int scales = large_scale_bytes(format, rows, keeps_totals);
   const int chunk =
       large_chunk(format, planes, grouped, rows) * (p.tile_bytes + warps * (large_strip_bytes(format) + record_bytes)) +
-      rows * 4;
+      scales;
   p.ring = (capacity - most * 16 - 8) / chunk;
   if (p.ring > most) p.ring = most;
   p.weights_at = p.ring * large_chunk(format, planes, grouped, rows) * p.tile_bytes;
   p.barriers_at = p.ring * chunk;
-  p.scales_at = p.barriers_at - p.ring * rows * 4;
+  p.scales_at = p.barriers_at - p.ring * scales;
   p.records_at = p.scales_at - p.ring * warps * record_bytes;
   p.bytes = p.barriers_at + p.ring * 16 + 8;
   return p;
@@ -292,11 +317,11 @@ struct LargePlan {
   int row_tiles, token_tiles;
   uint32_t token_magic;       // n * token_magic >> 32 is n / token_tiles where there are several
   int slices_log, parts_log;  // parts share a tile's K, by whole slices; with several every slice's sums are kept apart
-  int shared;    // the first tiles, whose slices are shared out evenly over the blocks; 0 with several parts
-  int work;      // tiles beyond those, x parts
-  int rounds;    // of all blocks together, where tiles are shared
-  bool centred;  // zero-points are taken from the codes: linear_groups.cuh
-  bool wgmma;    // else mma.sync
+  int shared;                 // the first tiles, whose slices are shared out evenly over the blocks; 0 where none are
+  int work;                   // tiles beyond those, x parts
+  int rounds;                 // of all blocks together, where tiles are shared
+  bool centred;               // zero-points are taken from the codes: linear_groups.cuh
+  bool wgmma;                 // else mma.sync
   bool paired_stores;
   int stages;      // of K: 128 bytes of every column
   int tile_bytes;  // a stage of a tile of x
@@ -318,11 +343,12 @@ struct LargePlan {
 // Microseconds a kernel takes beside other choices of its tiles, after what an H200 takes for per-row int4: a stage
 // that the tensor cores or their waits limit, the store of a tile, and where K is shared out the sums that wait.
 inline double large_time(const LargePlan& p, int planes, int multiprocessors) {
-  const double area = 16.0 * p.strips * planes * p.rows, tiles = p.tiles() << p.parts_log;
+  const double area = 16.0 * p.strips * planes * p.rows, turns = double(p.tiles() << p.parts_log) / multiprocessors;
   const double stage = std::max(0.56, 0.06 + 2.35e-5 * area), whole = stage * p.stages / p.parts();
-  if (p.parts_log == 0) return whole * std::max(tiles / multiprocessors, 1.0) + 4e-4 * area;
+  if (p.shared > 0) return whole * turns + 6.6e-4 * area;  // of which 2.6e-4 for sums that are handed on
+  const double time = whole * std::ceil(turns) + 4e-4 * area;
   const double waiting = 8.0 * p.slices() * p.row_tiles * p.strips * 16 * p.padded_rows();
-  return whole * std::ceil(tiles / multiprocessors) + 4e-4 * area + 2 + waiting / 12e6;
+  return p.parts_log == 0 ? time : time + 2 + waiting / 12e6;
 }
 
 // Whether the large kernel takes fewer rows than it is made for: where the decode kernel would share out K over four
@@ -336,42 +362,51 @@ inline bool large_is_faster(const LinearWeight& w, const DecodePlan& p) {
 inline LargePlan plan_large(const LinearWeight& w, int planes, int m, int multiprocessors, int architecture,
                             bool wgmma) {
   const bool grouped = w.integer() && w.group_size != 0, centred = large_centred(w, planes);
+  const int slices_log = decode_slices_log(w.steps()), n = multiprocessors;
   LargePlan best{};
   double least = 1e30;
-  const int slices_log = decode_slices_log(w.steps());
+  const auto consider = [&](int rows, int parts_log, int warps, bool keeps) {
+    const LargeLayout layout =
+        large_layout(w.format, planes, grouped, rows, warps, keeps, architecture, centred ? kCentredRecord : 0);
+    if (layout.ring < 2) return;
+    LargePlan p{};
+    p.rows = rows;
+    p.strips = warps;
+    p.threads = (warps + large_copy_warps(architecture)) * 32;
+    p.parts_log = parts_log;
+    p.slices_log = slices_log;
+    p.centred = centred;
+    p.wgmma = wgmma;
+    p.stages = w.steps() * (w.integer() ? 1 : 2);
+    p.tile_bytes = large_tile_bytes(planes, rows, grouped ? w.group_size : 0);
+    p.shared_bytes = layout.bytes;
+    p.row_tiles = (w.strips() + warps - 1) / warps;
+    p.token_tiles = (m + rows - 1) / rows;
+    p.token_magic = static_cast<uint32_t>((int64_t{1} << 32) / p.token_tiles + 1);
+    const int tiles = p.tiles();
+    if (parts_log > 0 && tiles >= n) return;
+    p.blocks = std::min(tiles << parts_log, n);
+    for (const bool share : {true, false}) {
+      if (share && (parts_log > 0 || tiles <= n || tiles % n == 0)) continue;
+      // Whole rounds of tiles come in between: what is left, with one of the rounds, is shared out.
+      p.rounds = share ? tiles / n - 1 : 0, p.shared = share ? tiles - p.rounds * n : 0;
+      p.work = (tiles - p.shared) << parts_log;
+      const double time = large_time(p, planes, n);
+      if (time < least) least = time, best = p;
+    }
+  };
   for (const int rows : kLargeRows) {
     if (!large_compiled(w.format, planes, grouped, rows, centred)) continue;
     if (centred && rows == 128 && m <= 512) continue;  // 141 us for 133 at 4096 x 28672, 256 rows
     if (m <= best.rows) break;                         // which hold them all
     if (planes * best.rows < 128) least = 1e30;        // narrower than the tensor cores like
+    const bool two_forms = centred ? centred_warps(rows, true) != centred_warps(rows, false)
+                                   : large_two_forms(w.format, planes, grouped, rows);
     for (int parts_log = 0; parts_log <= slices_log; ++parts_log) {
-      LargePlan p{};
-      const int warps =
-          centred ? centred_warps(rows, parts_log == 0) : large_warps(w.format, planes, grouped, rows, parts_log == 0);
-      const LargeLayout layout =
-          large_layout(w.format, planes, grouped, rows, warps, architecture, centred ? kCentredRecord : 0);
-      if (layout.ring < 2) continue;
-      p.rows = rows;
-      p.strips = warps;
-      p.threads = (warps + large_copy_warps(architecture)) * 32;
-      p.parts_log = parts_log;
-      p.slices_log = slices_log;
-      p.centred = centred;
-      p.wgmma = wgmma;
-      p.stages = w.steps() * (w.integer() ? 1 : 2);
-      p.tile_bytes = large_tile_bytes(planes, rows, grouped ? w.group_size : 0);
-      p.shared_bytes = layout.bytes;
-      p.row_tiles = (w.strips() + warps - 1) / warps;
-      p.token_tiles = (m + rows - 1) / rows;
-      p.token_magic = static_cast<uint32_t>((int64_t{1} << 32) / p.token_tiles + 1);
-      const int tiles = p.tiles(), n = multiprocessors;
-      if (parts_log > 0 && tiles >= n) break;
-      // Whole rounds of tiles come in between: what is left, with one of the rounds, is shared out.
-      if (parts_log == 0 && tiles > n && tiles % n != 0) p.rounds = tiles / n - 1, p.shared = tiles - p.rounds * n;
-      p.work = (tiles - p.shared) << parts_log;
-      p.blocks = std::min(tiles << parts_log, n);
-      const double time = large_time(p, planes, n);
-      if (time < least) least = time, best = p;
+      const bool whole = parts_log == 0, keeps = whole || !two_forms;
+      const int warps = centred ? centred_warps(rows, whole) : large_warps(w.format, planes, grouped, rows, whole);
+      consider(rows, parts_log, warps, keeps);
+      if (whole && large_halves(w.format, planes, grouped, rows)) consider(rows, parts_log, warps / 2, keeps);
     }
   }
   return best;

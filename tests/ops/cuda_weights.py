@@ -1,5 +1,7 @@
 """What the tests of CUDA linear share: random weights with the float64 matrix they stand for, and errors against it."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -54,6 +56,25 @@ def full(n: int, k: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Ten
 
 def activations(m: int, k: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
     return torch.randn(m, k, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def slices(k: int) -> list[tuple[int, int]]:
+    """The parts of K that have scales of their own: up to 8 (short rows 4), of whole steps of 128 columns."""
+    steps = -(-k // 128)
+    most, count = 8 if steps >= 24 else 4, 1
+    while 2 * count <= min(steps, most):
+        count *= 2
+    edges = [min(128 * (i * steps // count), k) for i in range(count + 1)]
+    return list(pairwise(edges))
+
+
+def uneven(m: int, k: int) -> Tensor:
+    """bf16 activations whose slices are up to 4,096 times apart, other ones in every row."""
+    x = activations(m, k, torch.bfloat16)
+    powers = torch.randint(-6, 7, (m, len(slices(k))), generator=torch.Generator().manual_seed(k))
+    for i, (first, last) in enumerate(slices(k)):
+        x[:, first:last] *= 2.0 ** powers[:, i : i + 1].to(DEVICE, torch.bfloat16)
+    return x
 
 
 def error(got: Tensor, want: Tensor, size: Tensor | None = None) -> float:

@@ -27,6 +27,7 @@ from cuda_weights import (
     full,
     quantized,
     run,
+    uneven,
 )
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -270,6 +271,18 @@ def test_small_case_of_symmetric_groups(n: int, k: int, m: int, wide: bool) -> N
     x = activations(m, k, torch.bfloat16)
     with cuda.wgmma(wide):
         assert error(run(weight, x, activation_bits=16), x.double().cpu() @ truth.T) <= DIGIT_ERROR
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize(("n", "k", "m"), [(35, 1331, 5), (35, 1331, 40), (150, 331, 140), (17, 4096, 40)])
+def test_small_case_of_sums_that_stay_integers(n: int, k: int, m: int, wide: bool) -> None:
+    weight, truth = quantized(n, k, 4, -1, "zero", torch.float16)
+    x = uneven(m, k)
+    with cuda.wgmma(wide):
+        assert error(run(weight, x, activation_bits=8), x.double().cpu() @ truth.T) <= 2 * ONE_DIGIT_ERROR
 
 
 @pytest.mark.gpu

@@ -1,7 +1,6 @@
 """A row of CUDA linear has the same bits whatever rows are beside it, and the accuracy its digits promise."""
 
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from nibblelm.ops import cuda
 from nibblelm.ops.types import ActivationBits, PackedLinear
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cuda_weights import DEVICE, FP32_ERROR, REASON, USABLE, activations, error, full, quantized
+from cuda_weights import DEVICE, FP32_ERROR, REASON, USABLE, activations, error, full, quantized, slices, uneven
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
 INTEGER = [(bits, group, form) for bits in (4, 8) for group in (-1, 32, 64, 128) for form in ("zero", "minimum")]
@@ -22,25 +21,22 @@ DIGITS: list[tuple[torch.dtype, ActivationBits]] = [(torch.bfloat16, 8), (torch.
 WIDE = (17, 31, 33, 64, 65, 130, 300)
 
 
-def slices(k: int) -> list[tuple[int, int]]:
-    """The parts of K that have scales of their own: up to 8 (short rows 4), of whole steps of 128 columns."""
-    steps = -(-k // 128)
-    most, count = 8 if steps >= 24 else 4, 1
-    while 2 * count <= min(steps, most):
-        count *= 2
-    edges = [min(128 * (i * steps // count), k) for i in range(count + 1)]
-    return list(pairwise(edges))
-
-
-def digit_bound(x: Tensor, truth: Tensor, largest: float, bits: ActivationBits) -> Tensor:
+def digit_bound(x: Tensor, truth: Tensor, largest: float, bits: ActivationBits, joint: bool = False) -> Tensor:
     """The most that rounding to digits can change, (M, N): half a step of each slice's largest value by |w|; and that
-    of fp32 sums over slices, whose terms are codes of weights up to `largest` apart."""
+    of fp32 sums over slices, whose terms are codes of weights up to `largest` apart. joint: where slices' sums stay
+    integers, steps are that of the row's largest value by a power of two, and a sum loses up to a step of the scale
+    between them."""
     steps = {8: 127, 16: 127 * 256 / 2, 24: 127 * 65536 / 2}[bits]  # a power of two may leave the top bit unused
     x, size = x.double().cpu(), truth.abs()
     bound = torch.zeros(x.shape[0], truth.shape[0], dtype=torch.float64)
+    of_row = x.abs().amax(1)
+    least = of_row / 2.0 ** (31 - (127 * 15 * 128 * -(-x.shape[1] // 128)).bit_length())  # or int32 might not do
     for first, last in slices(x.shape[1]):
-        half_step = x[:, first:last].abs().amax(1) / steps / 2
-        bound += half_step[:, None] * size[:, first:last].sum(1)
+        of_slice = x[:, first:last].abs().amax(1)
+        step = torch.maximum(least, torch.minimum(2 * of_slice, of_row)) if joint else of_slice
+        bound += (step / steps / 2)[:, None] * size[:, first:last].sum(1)
+        if joint:
+            bound += (step / steps)[:, None] * largest / 16
     return bound + 2.0**-21 * largest * x.abs().sum(1, keepdim=True)
 
 
@@ -80,7 +76,8 @@ def test_integer_weights(
         check(packed, x, activation_bits, WIDE, bias if n == 331 else None)
         got = ops.linear(x, packed, None, activation_bits, torch.empty(300, n, device=DEVICE)).double().cpu()
         largest = float(weight.scale.max()) * (1 << bits)
-        bound = digit_bound(x, truth, largest, activation_bits)
+        joint = (bits, group, activation_bits) == (4, -1, 8)
+        bound = digit_bound(x, truth, largest, activation_bits, joint)
         assert ((got - x.double().cpu() @ truth.T).abs() <= bound).all(), (n, k)
 
 
@@ -99,9 +96,34 @@ def test_thousands_of_rows(bits: int, group: int, form: str) -> None:
 )
 def test_tiles_shared_out_evenly(bits: int, group: int, form: str) -> None:
     """More tiles than multiprocessors and not a multiple, so that blocks hand on what they have begun."""
-    packed = ops.pack_linear([quantized(1363, 4096, bits, group, form, torch.bfloat16)[0]], DEVICE)
+    packed = ops.pack_linear([quantized(1100, 4096, bits, group, form, torch.bfloat16)[0]], DEVICE)
     for activation_bits in (8, 16):
         check(packed, activations(2048, 4096, torch.bfloat16), activation_bits, (2048,))
+
+
+@pytest.mark.parametrize("form", ["zero", "minimum"])
+@pytest.mark.parametrize(
+    ("n", "k", "rows"),
+    [
+        (331, 2048, (17, 64, 65, 200)),  # tiles of eight strips, where there are more than 64 rows
+        (528, 14336, (20, 64, 200)),  # several blocks take a tile's K
+        (1100, 4096, (2048,)),  # tiles handed on from block to block
+        (3000, 4096, (2048,)),  # the same of sixteen strips
+        (9000, 4096, (257, 1023)),  # sixteen strips in whole rounds; and shared out behind one
+    ],
+)
+def test_sums_that_stay_integers(n: int, k: int, rows: tuple[int, ...], form: str) -> None:
+    """int4 with one scale a row by 8 bits: slices whose scales are far apart, finer and coarser in turn."""
+    weight, truth = quantized(n, k, 4, -1, form, torch.bfloat16)
+    packed = ops.pack_linear([weight], DEVICE)
+    x = uneven(max(rows), k)
+    check(packed, x, 8, rows)
+    some = x[:64]
+    got = ops.linear(some, packed, None, 8, torch.empty(64, n, device=DEVICE)).double().cpu()
+    bound = digit_bound(some, truth, float(weight.scale.max()) * 16, 8, joint=True)
+    assert ((got - some.double().cpu() @ truth.T).abs() <= bound).all()
+    for m in range(1, 17):
+        assert torch.equal(ops.linear(x[:m], packed, None, 8), ops.linear(some, packed, None, 8)[:m]), m
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])
@@ -177,6 +199,45 @@ def test_infinite_and_nan_rows_stay_alone() -> None:
     assert y[40].isnan().all()
     others = [i for i in range(70) if i not in (11, 40)]
     assert torch.equal(y[others], want[others])
+
+
+@pytest.mark.parametrize("k", [512, 4096])
+def test_rows_that_are_not_finite_in_8_bits(k: int) -> None:
+    """Where the scales of all slices come from the largest of the row."""
+    packed = ops.pack_linear([quantized(48, k, 4, -1, "zero", torch.float16)[0]], DEVICE)
+    x = uneven(70, k)
+    want = ops.linear(x, packed, None, 8)
+    x[11, 5], x[40, k - 1], x[69, k // 2] = float("inf"), float("nan"), -float("inf")
+    y = ops.linear(x, packed, None, 8)
+    others = [i for i in range(70) if i not in (11, 40, 69)]
+    assert y[[11, 40, 69]].isnan().all()
+    assert torch.equal(y[others], want[others])
+    for i in (11, 40, 69, 12):
+        assert torch.equal(ops.linear(x[i : i + 1], packed, None, 8).isnan(), y[i : i + 1].isnan())
+    assert torch.equal(ops.linear(x[:16], packed, None, 8).isnan(), y[:16].isnan())
+
+
+def test_integers_at_the_edge_of_int32() -> None:
+    """Largest codes by largest digits over the longest K, shifted as far as they can be; and slices of zeros."""
+    k = 65536
+    weight, _ = quantized(16, k, 4, -1, "zero", torch.float32)
+    weight.codes.fill_(-1)
+    assert weight.zero_point is not None
+    weight.zero_point.fill_(0)
+    truth = weight.scale.double() * 15 * torch.ones(1, k, dtype=torch.float64)
+    packed = ops.pack_linear([weight], DEVICE)
+    for sign in (1.0, -1.0):
+        x = torch.full((20, k), sign, dtype=torch.bfloat16, device=DEVICE)
+        x[1, -8192:] = sign / 16
+        x[2, 8192:16384] = sign / 4096
+        x[3, -8192:] = 0
+        x[4, :-8192] = 0
+        x[5] = 0
+        got = ops.linear(x, packed, None, 8, torch.empty(20, 16, device=DEVICE))
+        bound = digit_bound(x, truth, float(weight.scale.max()) * 16, 8, joint=True)
+        assert ((got.double().cpu() - x.double().cpu() @ truth.T).abs() <= bound).all()
+        for i in range(6):
+            assert torch.equal(ops.linear(x[i : i + 1], packed, None, 8), got[i : i + 1].bfloat16()), i
 
 
 def test_8_bits_need_bf16_rows() -> None:
