@@ -122,14 +122,17 @@ static __device__ unsigned attention_arrivals[kMaxArrivals];
 // then sees all of them.
 __device__ __forceinline__ bool arrives_last(int index, int count) {
   __shared__ bool last;
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
-    last = atomicAdd(attention_arrivals + index, 1u) == static_cast<unsigned>(count) - 1;
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+                 : "=r"(before)
+                 : "l"(attention_arrivals + index)
+                 : "memory");
+    last = before == static_cast<unsigned>(count) - 1;
     if (last) attention_arrivals[index] = 0;
   }
   __syncthreads();
-  __threadfence();
   return last;
 }
 

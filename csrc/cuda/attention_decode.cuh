@@ -136,7 +136,7 @@ struct Place {
     first_head = kv_head * per_kv + in_group;
     heads = min(kHeads, per_kv - in_group);
     part = blockIdx.x, rank = part % F::kCluster;
-    warp = threadIdx.x / kWarp, lane = static_cast<int>(keep(threadIdx.x % kWarp)), g = lane / 4, j = lane % 4;
+    warp = threadIdx.x / kWarp, lane = static_cast<int>(keep(threadIdx.x % kWarp)), g = lane >> 2, j = lane & 3;
   }
 };
 
@@ -296,9 +296,10 @@ __device__ __forceinline__ void attend_share(const AttentionArgs& a, const HeadA
   }
   const Queries<F> q(a.cache, query, at.g < at.heads, at.j);
 
+  const int newest_at = newest ? share.position : -1;
   const auto insert = [&](int unit, int p, int which) {
     if constexpr (kFused) {
-      if (newest && share.position >= p && share.position < p + kTile) {
+      if (static_cast<unsigned>(newest_at - p) < kTile) {
         ring.insert(unit, share.position - p, &prepared.key_value[which][0]);
         if constexpr (F::kInt8)
           if (which == 0) ring.insert_scales(unit, share.position - p, prepared.scales);
@@ -309,7 +310,7 @@ __device__ __forceinline__ void attend_share(const AttentionArgs& a, const HeadA
                                       int p) {
     sum.template score_tiles<kOptions>(a, s, highest, at.row, share.position, at.first_head, p, share.end, at.g, at.j);
   };
-  int p = first, page = __shfl_sync(kAllLanes, pages, R::kUnits / 2), unit = 0;
+  int p = first, page = F::kPairs ? pages : __shfl_sync(kAllLanes, pages, R::kUnits / 2), unit = 0;
   const int parts = share.plan.parts();
   const auto write = [&](int h, int d, const Triple& t) {
     const float inverse = t.l == 0.0f ? 0.0f : __fdividef(1.0f, t.l);
@@ -534,6 +535,13 @@ struct Choice {
   bool deals() const { return cluster > 1 && parts > 1; }
 };
 
+// Dynamic shared memory of a block with `heads` heads.
+template <class F, bool kFused>
+constexpr int form_bytes(int heads) {
+  if constexpr (F::kWarps == 1) return F::kBytes + kBeforeParts<F, kFused> + WarpParts<F>::bytes(heads);
+  return F::kBytes + (F::kParts > 1 ? PartSpace<F>::bytes(heads) : 0);
+}
+
 template <class F, bool kOptions, bool kFused>
 Choice choice(const AttentionArgs& a) {
   constexpr bool kSeveral{F::kParts > 1 && F::kWarps > 1 && !F::kDealt};
@@ -543,12 +551,9 @@ Choice choice(const AttentionArgs& a) {
                                 : attention_decode_kernel<F, kOptions, kFused, false>;
   cudaFuncAttributes compiled{};
   check(cudaFuncGetAttributes(&compiled, kernel), "attention: cudaFuncGetAttributes");
-  const int bytes = F::kBytes + (F::kWarps == 1  ? kBeforeParts<F, kFused> + WarpParts<F>::bytes(heads)
-                                 : F::kParts > 1 ? PartSpace<F>::bytes(heads)
-                                                 : 0);
   return {kernel,
           F::kWarps * kWarp,
-          bytes,
+          form_bytes<F, kFused>(heads),
           static_cast<int>(compiled.sharedSizeBytes),
           compiled.ptxVersion >= 90 ? F::kHostCluster : 1,
           F::kParts,
@@ -567,29 +572,44 @@ Choice choose(const AttentionArgs& a) {
   const int room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStatic;
   const int per_kv = a.heads / a.cache.kv_heads, heads = std::min(kHeads, per_kv);
   const int64_t blocks = a.rows * a.cache.kv_heads * ceil_div(per_kv, kHeads);
-  const bool many = 4 * blocks >= 3 * device_attribute(cudaDevAttrMultiProcessorCount) &&
-                    room >= ManyForm<S, T>::kBytes + PartSpace<ManyForm<S, T>>::bytes(heads);
+  const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+  const bool many =
+      4 * blocks >= 3 * processors && room >= ManyForm<S, T>::kBytes + PartSpace<ManyForm<S, T>>::bytes(heads);
   if constexpr (!kFused)
     if (!S::kExact || has_options(a))
       return many ? choice<ManyForm<S, T>, true, false>(a) : choice<RowForm<S, T>, true, false>(a);
   if constexpr (kFused && kCaps<S>)
     if (has_options(a)) return many ? choice<ManyForm<S, T>, true, true>(a) : choice<RowForm<S, T>, true, true>(a);
+  // Blocks of a form that fit the card: `most` on a multiprocessor, by registers.
+  const auto at_once = [&]<class F>(int most) {
+    constexpr int kBeside{1024 + 128 + (F::kWarps == 1 ? 0 : static_cast<int>(sizeof(Heads<F, kFused>)))};
+    const int bytes = form_bytes<F, kFused>(heads);  // and beside them the system's, and static ones
+    const int fit = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (bytes + kBeside);
+    return bytes <= room ? processors * std::min(fit, most) : 0;
+  };
   if constexpr (kFused && S::D == 128) {
-    constexpr int kReserved{1024 + 128};           // bytes that each block takes beside: the system's, and static
-    constexpr int kLeast{sizeof(T) == 1 ? 6 : 3};  // blocks a multiprocessor, as measured
-    const Choice alone = choice<WarpForm<S, T>, false, true>(a);
-    const int fit = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (alone.bytes + kReserved);
-    if (a.cache.capacity() <= WarpForm<S, T>::kPositions && fit >= WarpForm<S, T>::kBlocks &&
-        blocks >= kLeast * device_attribute(cudaDevAttrMultiProcessorCount))
-      return alone;
+    // As measured with four heads to a KV head, and with one (blocks of two multiprocessors).
+    const int least = heads > 1 ? (sizeof(T) == 1 ? 7 : 5) : (sizeof(T) == 1 ? 12 : 6);
+    using Few = FewForm<S, T>;
+    using Wide = WideWarpForm<S, T>;
+    using Warp = WarpForm<S, T>;
+    if (many && heads > 1 && blocks <= at_once.template operator()<Few>(Few::kBlocks))
+      return choice<Few, false, true>(a);
+    if (a.cache.capacity() <= Warp::kPositions && 2 * blocks >= least * processors) {
+      const int wide = at_once.template operator()<Wide>(Warp::kBlocks);
+      if (blocks <= wide && wide >= Wide::kBlocks * processors) return choice<Wide, false, true>(a);
+      if (at_once.template operator()<Warp>(Warp::kBlocks) == Warp::kBlocks * processors)
+        return choice<Warp, false, true>(a);
+    }
   }
   if constexpr (kFused && S::D <= 128 && sizeof(T) > 1) {
     using Dealt = DealtForm<S, T>;
-    const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
-    if (a.rows == 1 && a.cache.capacity() <= Dealt::kPositions && kGroup * blocks > processors &&
-        Dealt::kHostCluster * blocks <= processors && compiled_architecture() >= 90) {
+    const int64_t parts = kGroup * blocks, dealt_to = Dealt::kHostCluster * blocks;
+    if (a.cache.capacity() <= Dealt::kPositions && compiled_architecture() >= 90 && !many && parts > processors) {
       const Choice dealt = choice<Dealt, false, true>(a);
-      if (fit_beside_last(dealt.bytes + dealt.fixed) > 0) return dealt;
+      const bool fits = a.rows == 1 ? dealt_to <= processors && fit_beside_last(dealt.bytes + dealt.fixed) > 0
+                                    : parts > 3 * processors && dealt_to <= at_once.template operator()<Dealt>(3);
+      if (fits) return dealt;
     }
   }
   if constexpr (S::kExact || kFused) {
@@ -676,7 +696,7 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
     const Launched launched{
         first, static_cast<int>(rows), division.head_groups, division.most_groups, division.partials, starts_next};
     check(cudaLaunchKernelEx(&config, chosen.kernel, a, head_args, launched), what());
-    last_launch = {chosen.bytes, starts_next, starts_next && chosen.deals()};
+    last_launch = {chosen.bytes, starts_next, starts_next && chosen.deals() && a.rows == 1};
   });
 }
 

@@ -101,6 +101,7 @@ template <class S, class T>
 using ShortForm = Form<S, T, 4 * 12672, kGroup, 4>;
 // A short row of many KV heads, whose parts would be more blocks than there are multiprocessors: so few that all fit
 // beside the linears at once (measured with 32 heads). Three, since an H200 has room for 30 clusters of four, not 33.
+// Or a few short rows, whose parts would be more blocks than find room (three a multiprocessor).
 template <class S, class T>
 using DealtForm = Form<S, T, 64 << 10, 3, 4, 3>;
 // One row that may be long: no clusters, which would crowd some parts of the device and leave others empty, and no two
@@ -116,11 +117,17 @@ using BesideForm = Form<S, T, 64 << 10, 1, 4>;
 // block hides more of the way to the first tile than a longer ring.
 template <class S, class T>
 using ManyForm = Form<S, T, 32 << 10, 1, S::D == 256 ? 2 : 3, kGroup>;
+// The same where no multiprocessor has more than two of them, which then have all the registers they want.
+template <class S, class T>
+using FewForm = Form<S, T, (sizeof(T) == 1 ? 48 : 32) << 10, 1, 2, kGroup>;
 // Very many rows, none of which may be longer than parts with a tile for each chain: a warp for each KV head of each.
 // It prepares the heads once, not four times, and waits for no other warp; all chains are in its registers, so eight
 // fit on a multiprocessor. Of longer rows that differ much, the others would wait for the longest one's warp.
 template <class S, class T>
 using WarpForm = Form<S, T, 8 << 10, 1, 8, kGroup, true>;
+// The same where all of them fit with twice the tiles: each has another one under way. Six at least shall fit.
+template <class S, class T>
+using WideWarpForm = Form<S, T, 16 << 10, 1, 6, kGroup, true>;
 
 // A warp's tiles of 16 positions, keys then values, in shared memory. Rows are split into chunks of 16 bytes whose
 // place is exclusive-ored with the row (or pair of rows of 64 bytes), so that neither copies nor ldmatrix meet bank
@@ -219,9 +226,10 @@ struct Ring {
   __device__ __forceinline__ void fetch_keys(int unit, int p, int page, int next) const {
     fetch(unit, cache.k, p, page, next);
     if constexpr (F::kInt8) {
-      const int position = p + lane % kTile, turn = static_cast<int>(static_cast<unsigned>(p) / kPage + 1) * kPage;
-      const int64_t row = scale_row(cache, position < turn ? page : next, kv_head, position);
-      copy_or_zero_4(scales + unit / 2 * F::kScaleBytes + lane * 4,
+      const int row_of_tile = lane % kTile, position = p + row_of_tile;
+      const int on_page = kPage - static_cast<unsigned>(p) % kPage;
+      const int64_t row = scale_row(cache, row_of_tile < on_page ? page : next, kv_head, position);
+      copy_or_zero_4(scales + unit * (F::kScaleBytes / 2) + lane * 4,
                      (lane < kTile ? cache.k_scales : cache.v_scales) + row, position < written);
     }
   }
@@ -267,13 +275,13 @@ struct Ring {
   }
   // Their scales, of the key in this unit and of the value in the next.
   __device__ __forceinline__ void insert_scales(int unit, int row, const float (&x)[2]) const {
-    if (lane < 2) store_shared(scales + unit / 2 * F::kScaleBytes + (lane * kTile + row) * 4, x[lane]);
+    if (lane < 2) store_shared(scales + unit * (F::kScaleBytes / 2) + (lane * kTile + row) * 4, x[lane]);
     __syncwarp();
   }
   // Of positions g and g + 8 of the tile: of their keys, then of their values.
   __device__ __forceinline__ void tile_scales(float (&x)[4], int unit) const {
     if constexpr (F::kInt8) {
-      const uint32_t at = scales + unit / 2 * F::kScaleBytes + lane / 4 * 4;
+      const uint32_t at = scales + unit * (F::kScaleBytes / 2) + (lane & ~3);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = __uint_as_float(load_shared<uint32_t>(at + i * 32));
     }
@@ -555,14 +563,18 @@ __device__ __forceinline__ void attend_tile(Accumulator<F>& sum, const Ring<F>& 
 }
 
 // The same for two tiles at a time, with the same arithmetic: of the second one, which may be behind the end, the keys'
-// products and the highest score are there when the first has been added. pages[0] is that of the next pair's first.
+// products and the highest score are there when the first has been added. Pages of tiles to ask for are spread over the
+// lanes: lane `asked` of `pages` has that of this pair's first, and where the lanes end they are read anew.
 template <class F, class Insert, class Scored>
 __device__ __forceinline__ void attend_pair(Accumulator<F>& sum, const Ring<F>& ring, const Queries<F>& q, int& p,
-                                            int& page, int& unit, Insert insert, Scored scored) {
+                                            int& pages, int& asked, int& unit, Insert insert, Scored scored) {
   using R = Ring<F>;
   const int far = p + R::kAround;
-  int pages[3]{page};
-  if (far < ring.end) pages[1] = ring.page(far + R::kStep), pages[2] = ring.page(far + 2 * R::kStep);
+  int page[3];
+#pragma unroll
+  for (int i = 0; i < 3; ++i) page[i] = __shfl_sync(kAllLanes, pages, asked + i);
+  asked += 2;
+  if (asked + 2 >= kWarp) pages = ring.pages(far + 2 * R::kStep), asked = 0;
   float s[2][4], scales[2][4], highest[2][2];
   copy_async_wait<R::kUnits / 2 - 1>();
   __syncwarp();  // the keys have arrived for every lane
@@ -571,7 +583,7 @@ __device__ __forceinline__ void attend_pair(Accumulator<F>& sum, const Ring<F>& 
   sum.dots(s, ring, unit, q, scales);
   __syncwarp();  // every lane is done with them
   if (far >= ring.end) dependency_release();
-  ring.fetch_pair(unit, far, pages, [&](int at, int from, int own, int next) { ring.fetch_keys(at, from, own, next); });
+  ring.fetch_pair(unit, far, page, [&](int at, int from, int own, int next) { ring.fetch_keys(at, from, own, next); });
   scored(sum, s, highest, p);
   uint32_t p0, p1;
   sum.template weigh<false>(s[0], highest[0], scales[0], p0, p1);
@@ -584,20 +596,20 @@ __device__ __forceinline__ void attend_pair(Accumulator<F>& sum, const Ring<F>& 
     sum.add(ring, unit + 3, p0, p1);
   }
   __syncwarp();
-  ring.fetch_pair(unit, far, pages,
+  ring.fetch_pair(unit, far, page,
                   [&](int at, int from, int own, int next) { ring.fetch(at + 1, ring.cache.v, from, own, next); });
-  page = pages[2];
   p += 2 * R::kStep, unit = unit + 4 == R::kUnits ? 0 : unit + 4;
 }
 
-// Its tiles from p to the end of a part.
+// Its tiles from p to the end of a part. page: of the tile to ask for next; of pairs those of all lanes.
 template <class F, class Insert, class Scored>
 __device__ __forceinline__ void attend(Accumulator<F>& sum, const Ring<F>& ring, const Queries<F>& q, int& p, int end,
                                        int& page, int& unit, Insert insert, Scored scored) {
+  int asked{Ring<F>::kUnits / 2};
 #pragma unroll 1
   while (p < end) {
     if constexpr (F::kPairs) {
-      attend_pair(sum, ring, q, p, page, unit, insert, scored);
+      attend_pair(sum, ring, q, p, page, asked, unit, insert, scored);
     } else {
       attend_tile<false>(sum, ring, q, p, page, unit, insert, scored);
     }

@@ -76,11 +76,11 @@ struct TileRow {
     return sums + (k % kStepK >> shift) * kGroupWords<D> * g.p.rows;
   }
   __device__ __forceinline__ float* scale(int slice) const { return g.scales + slice * g.p.padded_rows() + row; }
-  __device__ __forceinline__ void store_shift(int slice, int finer) const {
-    g.shifts[slice * g.p.padded_rows() + row] = unit_shift(finer);
+  __device__ __forceinline__ void store_scale(int slice, float scale, int shift) const {
+    *this->scale(slice) = scale, g.shifts[slice * g.p.padded_rows() + row] = shift;
   }
   __device__ __forceinline__ void pad_scales(int) const {}
-  __device__ __forceinline__ void store_total(float total) const { g.totals[row] = total; }
+  __device__ __forceinline__ void store_total(float total, float) const { g.totals[row] = total; }
 };
 
 // Two blocks a multiprocessor hide each other's latencies.
@@ -731,8 +731,8 @@ __device__ __forceinline__ void end_totals(const LargeArgs& g, const LargeWork& 
     float4 sum;
     if constexpr (kOne) {
       const float2 unit = units.of_tile(t, lane);
-      sum.x = SliceSum<true>{total[t][0], unit.x}.result(), sum.y = SliceSum<true>{total[t][1], unit.y}.result();
-      sum.z = SliceSum<true>{total[t][2], unit.x}.result(), sum.w = SliceSum<true>{total[t][3], unit.y}.result();
+      sum.x = SliceSum<true>{total[t][0]}.result(unit.x), sum.y = SliceSum<true>{total[t][1]}.result(unit.y);
+      sum.z = SliceSum<true>{total[t][2]}.result(unit.x), sum.w = SliceSum<true>{total[t][3]}.result(unit.y);
     } else {
       sum = make_float4(total[t][0], total[t][1], total[t][2], total[t][3]);
     }
@@ -779,8 +779,8 @@ __device__ __forceinline__ void merge_slices(const LargeArgs& g, int warp, int l
       }
       const float* const last = g.scales + (g.p.slices() - 1) * g.p.padded_rows() + row;
       const float2 unit = reinterpret_cast<const float2*>(last)[lane % 4];
-      sum.x = SliceSum<true>{own[0], unit.x}.result(), sum.y = SliceSum<true>{own[1], unit.y}.result();
-      sum.z = SliceSum<true>{own[2], unit.x}.result(), sum.w = SliceSum<true>{own[3], unit.y}.result();
+      sum.x = SliceSum<true>{own[0]}.result(unit.x), sum.y = SliceSum<true>{own[1]}.result(unit.y);
+      sum.z = SliceSum<true>{own[2]}.result(unit.x), sum.w = SliceSum<true>{own[3]}.result(unit.y);
     } else {
 #pragma unroll
       for (int s = 0; s < kMaxSlices; ++s) {

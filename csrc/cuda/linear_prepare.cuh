@@ -68,7 +68,10 @@ struct ImageRow {
   __device__ __forceinline__ float* scale(int slice) const {
     return reinterpret_cast<float*>(image + p.scales_at) + (slice & (p.block_slices() - 1)) * C + row;
   }
-  __device__ __forceinline__ void store_shift(int, int) const {}  // known by the scales
+  // Where sums stay integers: who adds them takes the shift, but of its own row's scales, which it takes for more.
+  __device__ __forceinline__ void store_scale(int slice, float scale, int shift) const {
+    *this->scale(slice) = C == 1 && a.images == nullptr ? scale : __int_as_float(shift);
+  }
   // One row's scales stand for all slices there may be, so that who adds need not ask how many there are.
   __device__ __forceinline__ void pad_scales(int slices) const {
     const int slice = threadIdx.x;
@@ -76,9 +79,11 @@ struct ImageRow {
       reinterpret_cast<float*>(image + p.scales_at)[slice] = 0.0f;
     }
   }
-  __device__ __forceinline__ void store_total(float total) const {
+  __device__ __forceinline__ void store_total(float total, float unit) const {
     for (int part = 0; part < p.parts(); ++part) {
-      reinterpret_cast<float*>(a.images + part * p.image_bytes + p.totals_at)[row] = total;
+      float* const totals = reinterpret_cast<float*>(a.images + part * p.image_bytes + p.totals_at);
+      totals[row] = total;
+      if constexpr (kOneSum<F, false, D>) totals[C + row] = unit;
     }
   }
 };
@@ -217,7 +222,7 @@ __device__ __forceinline__ void add_digits(const int (&total)[D], int* slice_sum
 }
 
 // Of this warp's slice: the factor of its activations, and its inverse; all warps' largest are there. `to` gets the
-// inverse, and where sums stay integers what takes them there from the slice before.
+// inverse, and where sums stay integers what takes those of the slices before to its units.
 template <WeightFormat F, bool Grouped, int D, class To>
 __device__ __forceinline__ float scale_slice(const DecodeArgs& a, const WarpShare& share, RowScratch<D>& scratch,
                                              const To& to) {
@@ -237,7 +242,10 @@ __device__ __forceinline__ float scale_slice(const DecodeArgs& a, const WarpShar
                 before = none || share.slice == 0 ? finer : finer_of(largest_of(share.slice - 1));
       inverse = __int_as_float(__float_as_int(inverse) + (finer << 23));
       scale = __int_as_float(__float_as_int(scale) - (finer << 23));
-      if (share.sub == 0 && lane == 0) to.store_shift(share.slice, finer - before);
+      if (share.sub == 0 && lane == 0) {
+        to.store_scale(share.slice, scratch.scales[share.slice] = scale, unit_shift(finer - before));
+      }
+      return inverse;
     } else {
       inverse = normalizer<F, D>(largest, scale);
     }
@@ -470,7 +478,9 @@ __device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const War
   }
   if constexpr (Format<F>::kInteger && !Grouped) {
     __syncthreads();
-    if (threadIdx.x == 0) to.store_total(row_total<kGroupWords<D>>(sums, scratch.scales));
+    if (threadIdx.x == 0) {
+      to.store_total(row_total<kGroupWords<D>>(sums, scratch.scales), scratch.scales[share.slices - 1]);
+    }
   }
 }
 
@@ -521,7 +531,8 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
     }
   }
   wait();
-  if (C == 1 && a.images == nullptr) {
+  constexpr bool kLong{C == 1 && (D > 1 || !Format<F>::kInteger)};  // by one digit long rows are always prepared apart
+  if (kLong && a.images == nullptr) {
     const int first_column = slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK;
     const WarpShare share(a, part << p.block_log, p.block_log);
     uint8_t* const planes = image + p.planes_at + share.slice * p.plane_pad;

@@ -129,7 +129,7 @@ struct SliceSum {
   float sum{0.0f};
   __device__ __forceinline__ void add(float value, float scale) { sum = fmaf(value, scale, sum); }
   __device__ __forceinline__ SliceSum of_lane(int other) const { return {__shfl_xor_sync(kAllLanes, sum, other)}; }
-  __device__ __forceinline__ float result() const { return sum; }
+  __device__ __forceinline__ float result(float) const { return sum; }
 };
 
 // How far a sum is shifted for units that are 2^-finer of what they were: to the left, and in the second byte to the
@@ -137,21 +137,15 @@ struct SliceSum {
 __device__ __forceinline__ int unit_shift(int finer) { return max(finer, 0) | max(-finer, 0) << 8; }
 __device__ __forceinline__ int shifted(int sum, int shift) { return sum << (shift & 31) >> (shift >> 8); }
 
-// A sum in units of one slice's scale in those of another's.
-__device__ __forceinline__ int in_units(int sum, float from, float to) {
-  return shifted(sum, unit_shift(__float_as_int(from) - __float_as_int(to) >> 23));
-}
+// An integer and the slice's shift come as bits of floats; unit: the scale of the last slice.
 template <>
 struct SliceSum<true> {
   int sum{0};
-  float unit{0.0f};
-  __device__ __forceinline__ void add(float value, float scale) {
-    sum = in_units(sum, unit == 0.0f ? scale : unit, scale) + __float_as_int(value), unit = scale;
+  __device__ __forceinline__ void add(float value, float shift) {
+    sum = shifted(sum, __float_as_int(shift)) + __float_as_int(value);
   }
-  __device__ __forceinline__ SliceSum of_lane(int other) const {
-    return {__shfl_xor_sync(kAllLanes, sum, other), __shfl_xor_sync(kAllLanes, unit, other)};
-  }
-  __device__ __forceinline__ float result() const { return __fmul_rn(static_cast<float>(sum), unit); }
+  __device__ __forceinline__ SliceSum of_lane(int other) const { return {__shfl_xor_sync(kAllLanes, sum, other)}; }
+  __device__ __forceinline__ float result(float unit) const { return __fmul_rn(static_cast<float>(sum), unit); }
 };
 
 // A group's share in other than two digits: scale * sum of (code - zero) x activation + minimum * sum of activations.

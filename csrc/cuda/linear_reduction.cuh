@@ -51,7 +51,7 @@ struct Reduction {
   static constexpr int kValues{Tiles::kTiles * Tiles::kColumns * 2};  // of a lane: [tile][column][row half]
   const DecodeArgs& a;
   const int* sums;
-  const float* scales;  // of the slices that are added here
+  const float* scales;  // of the slices that are added here; where sums stay integers, shifts, but of the one own row
   int* red;             // of this strip in flight
   int part, strip, lane;
   int owner;  // Joined: the rank of that block
@@ -85,8 +85,7 @@ struct Reduction {
       const int m = Tiles::column(i / 2 / Tiles::kColumns, i / 2 % Tiles::kColumns, lane);
       const float scale = scales[slice * C + m];  // of columns beyond the rows of x: anything
       if constexpr (kOne) {
-        const int before = in_units(__float_as_int(total[i]), scales[max(slice - 1, 0) * C + m], scale);
-        total[i] = __int_as_float(before + __float_as_int(value[i]));
+        total[i] = __int_as_float(shifted(__float_as_int(total[i]), __float_as_int(scale)) + __float_as_int(value[i]));
       } else {
         total[i] = fmaf(value[i], scale, total[i]);
       }
@@ -151,7 +150,8 @@ struct Reduction {
     return Format<F>::kInteger && !Grouped ? finish_row(row, a.has_minimum, sum, x_total) : sum;
   }
 
-  // Where one warp has taken all of K, this lane's sums give the results. x_totals: the sums of the rows of x.
+  // Where one warp has taken all of K, this lane's sums give the results. x_totals: the sums of the rows of x, behind
+  // them the units of sums that stay integers.
   __device__ __forceinline__ void store_values(const float (&sum)[kValues], const RowTerms (&rows)[2],
                                                const float* x_totals) const {
     float bias[2];
@@ -162,7 +162,7 @@ struct Reduction {
       if (m >= a.plan.m) continue;
       const auto total = [&](float value) {
         if constexpr (!kOne) return value;
-        return SliceSum<true>{__float_as_int(value), scales[(a.plan.slices() - 1) * C + m]}.result();
+        return SliceSum<true>{__float_as_int(value)}.result(x_totals[C + m]);
       };
       const float low = finished(total(sum[i]), rows[0], x_totals[m]),
                   high = finished(total(sum[i + 1]), rows[1], x_totals[m]);
@@ -194,6 +194,15 @@ struct Reduction {
     for (int s = 0; s < kHeld; ++s) from[s] = raw_at(min(first + s, last), row);
     alignas(16) float scale[kHeld];  // zero for slices that are not there
     *reinterpret_cast<float4*>(scale) = *reinterpret_cast<const float4*>(scales + first);
+    const float unit = kOne ? scales[last] : 1.0f;
+    if constexpr (kOne) {
+      float before = scales[max(first - 1, 0)];
+#pragma unroll
+      for (int s = 0; s < kHeld; ++s) {
+        const float own = scale[s];
+        scale[s] = __int_as_float(unit_shift(__float_as_int(before) - __float_as_int(own) >> 23)), before = own;
+      }
+    }
     wait();
     float value[kHeld];
     SliceSum<kOne> sum;
@@ -218,12 +227,13 @@ struct Reduction {
     add();
     sum = sum.of_lane(kStripRows);  // the upper half goes on where the lower one ends
     add();
-    store(0, row, finish_row(terms, a.has_minimum, sum.result(), x_total), bias, first > 0);
+    store(0, row, finish_row(terms, a.has_minimum, sum.result(unit), x_total), bias, first > 0);
   }
 
   // Warp `me` of the strip finishes every strip_warps()th round of two rows of x, a half of the warp each; one row of x
   // by half of the slices each, the upper half having the result. The loops stay rolled, since code that runs once
-  // comes from memory. `terms` and `bias`: of row lane % 16; x_totals: the sums of the rows of x.
+  // comes from memory. `terms` and `bias`: of row lane % 16; x_totals: the sums of the rows of x, behind
+  // them the units of sums that stay integers.
   __device__ __forceinline__ void finish(const RowTerms& terms, float bias, const float* x_totals, int me) const {
     static_assert(kMaxSlices == 8);
     constexpr int kHeld{C == 1 ? 4 : kMaxSlices};  // slices of a lane
@@ -262,7 +272,7 @@ struct Reduction {
         sum = sum.of_lane(kStripRows);
         add();
       }
-      store(m, row, finished(sum.result(), terms, x_totals[m]), bias, C == 1 ? half == 1 : wanted);
+      store(m, row, finished(sum.result(x_totals[C + m]), terms, x_totals[m]), bias, C == 1 ? half == 1 : wanted);
     }
     if (Joined || p.parts_log == 0) return;
     // The block that arrives last adds the slices, in their order. Four bits of a counter for every warp of a strip.
@@ -282,7 +292,8 @@ struct Reduction {
         const float scale = reinterpret_cast<const float*>(image + p.scales_at)[(s & (count - 1)) * C + m];
         sum.add(__ldcg(partials + s * slice_step + m * kStripRows), scale);
       }
-      store(m, row, finished(sum.result(), terms, x_totals[m]), bias, C == 1 ? half == 1 : half + 2 * i < m_count);
+      store(m, row, finished(sum.result(x_totals[C + m]), terms, x_totals[m]), bias,
+            C == 1 ? half == 1 : half + 2 * i < m_count);
     }
     if (lane == 0) atomicSub(a.arrivals + strip, p.parts() << 4 * me);
   }

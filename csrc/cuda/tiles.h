@@ -102,7 +102,7 @@ struct DecodePlan {
 
   int column_bytes;                              // of a row's planes
   int plane_pad;                                 // behind a slice of a row
-  int planes_at, sums_at, scales_at, totals_at;  // in the image of a part
+  int planes_at, sums_at, scales_at, totals_at;  // in the image of a part; behind the totals units of integer sums
   int image_bytes;                               // a multiple of 16
   int record_slot;                               // bytes of records beside a stage of weights with groups
   int records_at, barriers_at, image_at, red_at, image_barriers_at, joined_scales_at,
@@ -160,10 +160,11 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.sums_at = m * (steps * kStepK * p.column_bytes + (p.plane_pad << block_log));
   p.scales_at = p.sums_at + sums * (planes == 2 ? 1 : planes) * columns * 4;
   p.totals_at = p.scales_at + slices * columns * 4;
-  p.image_bytes = (p.totals_at + columns * 4 + 15) / 16 * 16;
+  const int units = one_sum(w.format, planes, grouped) ? columns : 0;  // of sums that stay integers
+  p.image_bytes = (p.totals_at + (columns + units) * 4 + 15) / 16 * 16;
 
   p.row_rounds = row_rounds(slices_log, w.steps());
-  // A long row waits in bf16 where its planes will be, for which one digit has no room.
+  // A long row waits in bf16 where its planes will be, for which one digit has no room; so `prepare_image` has no code.
   const bool waits = p.row_rounds > kMostRounds;
   p.prepared = m > 1 || steps * kStepK >= kPreparedElements || (waits && w.integer() && planes == 1);
 

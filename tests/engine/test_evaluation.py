@@ -15,6 +15,7 @@ from nibblelm.checkpoint import open_checkpoint
 from nibblelm.cli import main
 from nibblelm.errors import RequestError
 from nibblelm.evaluation import score, windows
+from nibblelm.ops import cuda
 from nibblelm.ops.reference import dequantize
 
 BOS, SEPARATOR = 1, "<|endoftext|>"
@@ -155,8 +156,11 @@ def test_every_byte_of_a_text_counts(mark, data_dir, tmp_path, capsys):
     assert (found["tokens"], found["ppl"]) == (len(ids) - 2, pytest.approx(expected, rel=1e-4))
 
 
-def test_what_8_bit_activations_cost(data_dir, tmp_path, capsys):
-    """A folder against itself: a tenth at most of what int4 weights cost, and recorded beside that."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_8_bit_activations_cost(device, data_dir, tmp_path, capsys):
+    """A folder against itself: a tenth at most of what int4 weights cost (on the CPU), and recorded beside that."""
+    if device == "cuda" and not cuda.available()[0]:
+        pytest.skip(f"no CUDA: {cuda.available()[1]}")
     demo = Path(__file__).parents[2] / "demo" / "stories-7m"
     if not demo.is_dir():
         pytest.skip("the demo checkpoint is not beside these tests")
@@ -164,21 +168,21 @@ def test_what_8_bit_activations_cost(data_dir, tmp_path, capsys):
     (tmp_path / "text.txt").write_text(SEPARATOR.join(stories))
     folder = str(tmp_path / "int4")
     convert(demo, folder, bits=4, group_size=-1)
-    command = ["eval", folder, "--text", str(tmp_path / "text.txt"), "--separator", SEPARATOR, "--device", "cpu"]
+    command = ["eval", folder, "--text", str(tmp_path / "text.txt"), "--separator", SEPARATOR]
 
-    def kl(*flags):
-        assert main([*command, *flags, "--record", "--json"]) == 0
+    def kl(*flags, device="cpu"):
+        assert main([*command, *flags, "--device", device, "--record", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         return found["kl_mean"], (found["protocol"]["activations"], found["protocol"]["against_activations"])
 
-    rounding, bits = kl("--against", folder, "--activations", "8", "--dtype", "bf16")
+    rounding, bits = kl("--against", folder, "--activations", "8", "--dtype", "bf16", device=device)
     assert bits == (8, 16)
     weights, bits = kl("--against", str(demo), "--dtype", "fp32")
     assert bits == (24, 24)
     assert 0 < rounding <= weights / 10
     assert main(["info", "-m", folder]) == 0
     shown = capsys.readouterr().out
-    assert f"KL {rounding:.3g} of 8 bits to 16 (cpu)" in shown
+    assert f"KL {rounding:.3g} of 8 bits to 16 ({device})" in shown
     assert f"KL {weights:.3g} to {demo}" in shown
     assert kl("--against", folder, "--dtype", "fp32") == (0, (24, 24))
 

@@ -200,6 +200,14 @@ def test_lengths(capacity: int) -> None:
     check(make(1, 4, 1, 128, capacity, INT8))
 
 
+def test_a_very_long_row_of_int8() -> None:
+    """A warp takes twice as many tiles as it has lanes, whose pages it keeps one a lane; of a window it begins within a
+    tile and a page."""
+    c = make(1, 8, 8, 64, 131_072, INT8)
+    check(c)
+    check(c, window=131_029)
+
+
 def test_unwritten_positions_are_not_read() -> None:
     for d, dtype in ((128, BF16), (96, BF16), (160, BF16), (128, FP32)):
         for m, kind in ((1, {}), (40, prompts(40))):

@@ -155,10 +155,11 @@ def test_the_newest_position_at_every_place_of_a_tile(d: int, dtype: torch.dtype
 @pytest.mark.parametrize(("d", "heads", "kv_heads"), [(64, 16, 8), (80, 4, 4), (96, 16, 8), (128, 8, 2), (256, 4, 2)])
 def test_of_a_long_cache(d: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     """Rows of more than 16,384 and 32,768 positions and a short one: alone (without clusters where
-    no other size shares the kernel), and the same in a batch."""
-    c = make_projection([32769, 40, 16385, 20000], heads, kv_heads, d, dtype, capacity=33000)
+    no other size shares the kernel), and the same in a batch. Of 32,700 in 8 KV heads a warp takes as many tiles as it
+    has lanes."""
+    c = make_projection([32769, 40, 16385, 20000, 32700], heads, kv_heads, d, dtype, capacity=33000)
     whole = check_rope_attention(c)
-    for m in range(4):
+    for m in range(5):
         row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
         assert same_bits(whole[m : m + 1], check_rope_attention(c | row))
     short = {"tables": c["tables"][:, : -(-300 // PAGE)]}
@@ -171,7 +172,7 @@ def test_of_a_long_cache(d: int, heads: int, kv_heads: int, dtype: torch.dtype) 
     ("d", "heads", "kv_heads"),
     [pytest.param(64, 4, 2, marks=pytest.mark.sanitize), (64, 32, 8), (128, 4, 1), (128, 32, 8)],
 )
-@pytest.mark.parametrize("length", [70, 16385, 32769])
+@pytest.mark.parametrize("length", [70, 16385, 32700, 32769])
 def test_of_a_long_cache_behind_a_linear(length: int, d: int, heads: int, kv_heads: int, dtype: torch.dtype) -> None:
     """One row behind linears beside which a block fits, so that it begins before they end; and by parts."""
     weight = ops.pack_linear([quantized(8192, 4096, 4, -1, "zero", BF16)[0]], DEVICE)
@@ -251,9 +252,12 @@ def test_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int, dty
 
 @pytest.mark.parametrize("window", [0, 45, 450])
 @pytest.mark.parametrize("d", [64, *FILLED, 128])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(17, 17), (32, 32), (64, 32), (200, 20), (45, 45)])
-def test_of_a_short_row_of_many_kv_heads(heads: int, kv_heads: int, d: int, window: int) -> None:
-    """Its parts are dealt to a few blocks, each as it is in a batch and what it writes as by parts."""
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "few"), [(17, 17, 4), (32, 32, 2), (64, 32, 2), (200, 20, 2), (45, 45, 2), (32, 8, 8)]
+)
+def test_of_a_short_row_of_many_kv_heads(heads: int, kv_heads: int, few: int, d: int, window: int) -> None:
+    """Its parts are dealt to a few blocks, each as it is in a batch and what it writes as by parts; those of a few rows
+    are, too (where they fit: of 200 and 45 heads those of 64), one of which may be idle."""
     lengths = [1, 16, 63, 64, 65, 128, 129, 192, 193, 257, 320, 383, 447, 448, 511, 512]
     c = make_projection(lengths, heads, kv_heads, d, capacity=512)
     whole = check_rope_attention(c, window=window)
@@ -262,14 +266,22 @@ def test_of_a_short_row_of_many_kv_heads(heads: int, kv_heads: int, d: int, wind
         fused, apart = (run_rope_attention(c | row, together, window=window) for together in (True, False))
         assert all(same_bits(a, b) for a, b in zip(fused, apart, strict=True))
         assert same_bits(whole[m : m + 1], fused[0])
+    for m in range(len(lengths) - few + 1):
+        rows = {name: c[name][m : m + few].clone() for name in ("qkv", "slots", "positions")}
+        rows["slots"][m % few] = c["slots"][m + m % few] if m % 3 else -1
+        fused, apart = (run_rope_attention(c | rows, together, window=window) for together in (True, False))
+        assert all(same_bits(a, b) for a, b in zip(fused, apart, strict=True))
+        live = rows["slots"] >= 0
+        assert same_bits(whole[m : m + few][live], fused[0][live])
 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize("d", [*FILLED, 128])
-def test_of_very_many_short_rows(d: int, dtype: torch.dtype) -> None:
-    """A warp takes all positions of a KV head of a row, and some are idle."""
-    c = make_projection([i * 7 % 300 + 1 for i in range(104)], 8, 8, d, dtype, capacity=320)
+@pytest.mark.parametrize("rows", [104, 140])
+def test_of_very_many_short_rows(rows: int, d: int, dtype: torch.dtype) -> None:
+    """A warp takes all positions of a KV head of a row, and some are idle; of the more rows with fewer tiles each."""
+    c = make_projection([i * 7 % 300 + 1 for i in range(rows)], 8, 8, d, dtype, capacity=320)
     c["slots"][5::30] = -1
     check_rope_attention(c)
 
@@ -277,23 +289,25 @@ def test_of_very_many_short_rows(d: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("capacity", [512, 576])
 @pytest.mark.parametrize("window", [0, 45, 300])
 @pytest.mark.parametrize("dtype", CACHES)
-@pytest.mark.parametrize(("d", "heads"), [(d, heads) for d in (80, 96, 128) for heads in (8, 24, 32, 64)])
-def test_of_very_many_rows(d: int, heads: int, window: int, dtype: torch.dtype, capacity: int) -> None:
-    """Rows of every length, each as it is alone: a warp takes a KV head, or, of eight query heads or where rows may be
-    longer, a block."""
-    lengths = [length for length in LENGTHS if length <= capacity] + [i * 37 % capacity + 1 for i in range(96)]
+@pytest.mark.parametrize("more", [12, 60, 96])
+@pytest.mark.parametrize(("d", "heads"), [*((d, heads) for d in (80, 96, 128) for heads in (8, 24, 32, 64)), (128, 48)])
+def test_of_very_many_rows(d: int, heads: int, more: int, window: int, dtype: torch.dtype, capacity: int) -> None:
+    """Rows of every length, each as it is alone: a warp takes a KV head, with more or fewer tiles, or, of eight query
+    heads, of fewer rows or where rows may be longer, a block."""
+    lengths = [length for length in LENGTHS if length <= capacity] + [i * 37 % capacity + 1 for i in range(more)]
     c = make_projection(lengths, heads, 8, d, dtype, capacity)
     whole = check_rope_attention(c, window=window)
-    for m in (*range(12), 40, 77, 103):
+    for m in (*range(12), *range(40, len(lengths), 32)):
         row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
         assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
 
 
-@pytest.mark.sanitize
+@pytest.mark.parametrize(("heads", "kv_heads"), [pytest.param(8, 2, marks=pytest.mark.sanitize), (20, 5)])
 @pytest.mark.parametrize("dtype", CACHES)
-def test_what_long_rows_have_is_shared_out_at_each_replay(dtype: torch.dtype) -> None:
-    """Of many rows some are long, then others, then none: each time as it is by parts."""
-    c = make_projection([*LENGTHS, *[9000 - 111 * i for i in range(44)]], 8, 2, 128, dtype, capacity=9000)
+def test_what_long_rows_have_is_shared_out_at_each_replay(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    """Of many rows some are long, then others, then none: each time as it is by parts. Up to two row's heads a
+    multiprocessor, and more."""
+    c = make_projection([*LENGTHS, *[9000 - 111 * i for i in range(44)]], heads, kv_heads, 128, dtype, capacity=9000)
     x = c["qkv"].clone()
     places = {name: c[name].clone() for name in ("positions", "slots")}
     cuda.rope_attention(**(c | {"qkv": x.clone()} | places))  # the first call loads the kernel
