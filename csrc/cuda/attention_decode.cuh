@@ -574,7 +574,7 @@ Choice choose(const AttentionArgs& a) {
   const int64_t blocks = a.rows * a.cache.kv_heads * ceil_div(per_kv, kHeads);
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
   const bool many =
-      4 * blocks >= 3 * processors && room >= ManyForm<S, T>::kBytes + PartSpace<ManyForm<S, T>>::bytes(heads);
+      5 * blocks >= 3 * processors && room >= ManyForm<S, T>::kBytes + PartSpace<ManyForm<S, T>>::bytes(heads);
   if constexpr (!kFused)
     if (!S::kExact || has_options(a))
       return many ? choice<ManyForm<S, T>, true, false>(a) : choice<RowForm<S, T>, true, false>(a);
@@ -588,16 +588,15 @@ Choice choose(const AttentionArgs& a) {
     return bytes <= room ? processors * std::min(fit, most) : 0;
   };
   if constexpr (kFused && S::D == 128) {
-    // As measured with four heads to a KV head, and with one (blocks of two multiprocessors).
+    // Blocks of two multiprocessors, as measured with four heads to a KV head, and with one.
     const int least = heads > 1 ? (sizeof(T) == 1 ? 7 : 5) : (sizeof(T) == 1 ? 12 : 6);
-    using Few = FewForm<S, T>;
     using Wide = WideWarpForm<S, T>;
     using Warp = WarpForm<S, T>;
-    if (many && heads > 1 && blocks <= at_once.template operator()<Few>(Few::kBlocks))
-      return choice<Few, false, true>(a);
     if (a.cache.capacity() <= Warp::kPositions && 2 * blocks >= least * processors) {
-      const int wide = at_once.template operator()<Wide>(Warp::kBlocks);
-      if (blocks <= wide && wide >= Wide::kBlocks * processors) return choice<Wide, false, true>(a);
+      if constexpr (sizeof(T) > 1) {
+        const int fit = at_once.template operator()<Wide>(Warp::kBlocks);
+        if (blocks <= fit && fit >= Wide::kBlocks * processors) return choice<Wide, false, true>(a);
+      }
       if (at_once.template operator()<Warp>(Warp::kBlocks) == Warp::kBlocks * processors)
         return choice<Warp, false, true>(a);
     }
@@ -668,13 +667,25 @@ struct Division {
   }
 };
 
+// Shared memory that each of `blocks` asks for so that no multiprocessor has more of them than an even share: those
+// that are free first would take as many as find room, and others none.
+inline int evenly(const Choice& c, int64_t blocks) {
+  const int64_t share = ceil_div(blocks, device_attribute(cudaDevAttrMultiProcessorCount));
+  const int64_t one_more = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (share + 1);
+  return std::max(c.bytes, static_cast<int>(one_more) - 1024 - c.fixed + 128);  // 1,024 are the system's
+}
+
 template <class S, class T, bool kFused>
 void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Launch& launch) {
   if (a.rows == 0) return;
   const auto what = [&] { return describe(kFused ? "rope_attention" : "attention", a); };
-  const Choice chosen = choose<S, T, kFused>(a);
+  Choice chosen = choose<S, T, kFused>(a);
   const Division division = Division::of<T>(a, chosen);
-  allow_shared_memory(chosen.kernel, chosen.bytes, what);
+  const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - chosen.fixed;
+  if (chosen.parts > 1 && chosen.cluster == 1) {
+    chosen.bytes = std::min(most, evenly(chosen, a.rows * division.per_row * division.blocks));
+  }
+  allow_shared_memory(chosen.kernel, most, what);
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim = {static_cast<unsigned>(chosen.cluster), 1, 1};

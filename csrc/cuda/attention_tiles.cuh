@@ -117,15 +117,12 @@ using BesideForm = Form<S, T, 64 << 10, 1, 4>;
 // block hides more of the way to the first tile than a longer ring.
 template <class S, class T>
 using ManyForm = Form<S, T, 32 << 10, 1, S::D == 256 ? 2 : 3, kGroup>;
-// The same where no multiprocessor has more than two of them, which then have all the registers they want.
-template <class S, class T>
-using FewForm = Form<S, T, (sizeof(T) == 1 ? 48 : 32) << 10, 1, 2, kGroup>;
 // Very many rows, none of which may be longer than parts with a tile for each chain: a warp for each KV head of each.
 // It prepares the heads once, not four times, and waits for no other warp; all chains are in its registers, so eight
 // fit on a multiprocessor. Of longer rows that differ much, the others would wait for the longest one's warp.
 template <class S, class T>
 using WarpForm = Form<S, T, 8 << 10, 1, 8, kGroup, true>;
-// The same where all of them fit with twice the tiles: each has another one under way. Six at least shall fit.
+// The same in bf16 where all of them fit with twice the tiles: each has another one under way. Six at least shall fit.
 template <class S, class T>
 using WideWarpForm = Form<S, T, 16 << 10, 1, 6, kGroup, true>;
 

@@ -257,7 +257,7 @@ def test_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int, dty
 )
 def test_of_a_short_row_of_many_kv_heads(heads: int, kv_heads: int, few: int, d: int, window: int) -> None:
     """Its parts are dealt to a few blocks, each as it is in a batch and what it writes as by parts; those of a few rows
-    are, too (where they fit: of 200 and 45 heads those of 64), one of which may be idle."""
+    are, too (but of 20 and 45 KV heads, where two rows are many), one of which may be idle."""
     lengths = [1, 16, 63, 64, 65, 128, 129, 192, 193, 257, 320, 383, 447, 448, 511, 512]
     c = make_projection(lengths, heads, kv_heads, d, capacity=512)
     whole = check_rope_attention(c, window=window)
@@ -305,8 +305,8 @@ def test_of_very_many_rows(d: int, heads: int, more: int, window: int, dtype: to
 @pytest.mark.parametrize(("heads", "kv_heads"), [pytest.param(8, 2, marks=pytest.mark.sanitize), (20, 5)])
 @pytest.mark.parametrize("dtype", CACHES)
 def test_what_long_rows_have_is_shared_out_at_each_replay(dtype: torch.dtype, heads: int, kv_heads: int) -> None:
-    """Of many rows some are long, then others, then none: each time as it is by parts. Up to two row's heads a
-    multiprocessor, and more."""
+    """Of many rows some are long, then others, then none: each time as it is by parts. At most one row's head a
+    multiprocessor, and three."""
     c = make_projection([*LENGTHS, *[9000 - 111 * i for i in range(44)]], heads, kv_heads, 128, dtype, capacity=9000)
     x = c["qkv"].clone()
     places = {name: c[name].clone() for name in ("positions", "slots")}
