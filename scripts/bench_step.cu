@@ -1,56 +1,23 @@
 // The kernels of a decode step alone, from attention to attention, layer after layer in a graph with programmatic
-// launches: microseconds a layer, and a hash of what was computed. For variants of a kernel: one file, compiled in a
-// minute on a machine with or without a card, without Python.
+// launches: microseconds a layer, and a hash of what was computed. For variants of a kernel: what was changed is
+// compiled, on a machine with or without a card, and linked to the other objects of the extension, without Python.
 //
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icsrc -DROWS=1 -DGROUP=0 scripts/bench_step.cu -o step
-//   ./step phi3-mini|llama-3-8b|llama-3.2-1b [POSITIONS [LAYERS]]; 0 POSITIONS: without attention
+//   make cuda     (or: nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icsrc scripts/bench_step.cu OBJECTS)
+//   build/bench_step phi3-mini|llama-3-8b|llama-3.2-1b ROWS[,ROWS...] [POSITIONS [LAYERS [GROUP [ACTIVATIONS [KV]]]]]
 //
-// ROWS: 1 to 8 sequences of POSITIONS tokens each, 256 if not said; GROUP: of the int4 weights, 0: a scale per row.
-// Weights are random; those of the LAYERS that are taken if none are said are more than L2 holds. The hash is of what
-// three steps compute, the time a median of 40 measurements of 20 steps.
+// ROWS: sequences of POSITIONS tokens each, 256 if not said; 0: without attention. LAYERS: if 0, more than L2 holds.
+// GROUP: of the int4 weights, 0 (a scale per row), 32, 64 or 128. ACTIVATIONS: 16 or 8 bits. KV: bf16 or int8. Weights
+// are random; a run of several ROWS draws on, so that hashes compare runs of the same ROWS. The hash is of what three
+// steps compute, the time a median of 25 measurements of 5 steps.
 #include <algorithm>
 #include <cstdio>
 #include <map>
+#include <sstream>
 #include <vector>
 
-#include "cuda/linear_decode.cuh"
-
-#ifndef ROWS
-#define ROWS 1
-#endif
-#ifndef GROUP
-#define GROUP 0
-#endif
-
-namespace nibblelm::cuda {
-
-// Of all formats and numbers of rows only what is measured is compiled.
-template <>
-void launch_decode_format<WeightFormat::int4>(const DecodeChain& chain, int, const Launch& launch,
-                                              const std::string& what) {
-  launch_decode<WeightFormat::int4, (GROUP > 0), 2, decode_columns(ROWS, true)>(chain, launch, what);
-}
-#define NOT_COMPILED(name, args, format)                                                      \
-  template <>                                                                                 \
-  void name<WeightFormat::format>(const args&, int, const Launch&, const std::string& what) { \
-    throw std::runtime_error(what + ": not compiled here");                                   \
-  }
-NOT_COMPILED(launch_decode_format, DecodeChain, int8)
-NOT_COMPILED(launch_decode_format, DecodeChain, f16)
-NOT_COMPILED(launch_decode_format, DecodeChain, bf16)
-NOT_COMPILED(launch_decode_format, DecodeChain, f32)
-NOT_COMPILED(launch_large_format, LargeArgs, int4)
-NOT_COMPILED(launch_large_format, LargeArgs, int8)
-NOT_COMPILED(launch_large_format, LargeArgs, f16)
-NOT_COMPILED(launch_large_format, LargeArgs, bf16)
-
-}  // namespace nibblelm::cuda
-
-// Here, so that they find the functions above.
-#include "cuda/activations.cu"
-#include "cuda/architecture.cu"
-#include "cuda/attention_rope.cu"
-#include "cuda/linear.cu"
+#include "cuda/attention.h"
+#include "cuda/common.cuh"
+#include "cuda/linear.h"
 
 namespace nibblelm::cuda {
 namespace {
@@ -91,42 +58,48 @@ T* zeros(size_t count) {
 struct Shape {
   int hidden, inner, heads, kv_heads, head_dim, layers;
 };
+struct Options {
+  int rows, positions, group_size;
+  bool eight_bits, int8_cache;
+};
 struct Weight {
   LinearWeight weight{};
   int* arrivals;
 
-  Weight(int n, int k) {
-    weight.format = WeightFormat::int4, weight.n = n, weight.k = k, weight.group_size = GROUP;
-    weight.scale_dtype = DType::bf16, weight.has_zero = GROUP > 0;
+  Weight(int n, int k, int group_size) {
+    weight.format = WeightFormat::int4, weight.n = n, weight.k = k, weight.group_size = group_size;
+    weight.scale_dtype = DType::bf16, weight.has_zero = group_size > 0;
     weight.data = random<uint32_t>(static_cast<size_t>(weight.strips()) * weight.steps() * 256);
     const size_t records = static_cast<size_t>(weight.strips()) * weight.groups() * weight.record_bytes() / 2;
     weight.records = random<bf16>(records, 0.0f, 12.0f / static_cast<float>(k));
-    arrivals = zeros<int>(weight.strips() + 1);
+    arrivals = zeros<int>(weight.strips() + 1);  // and the barrier of a grid
   }
 };
 
 // The layers of a model, with the buffers of one step.
 struct Step {
   Shape s;
-  int positions, room{512}, qkv_width, q_width;
+  Options options;
+  int room{512}, qkv_width, q_width;
   std::vector<Weight> qkv, o, gate_up, down;
   std::vector<PagedCache> caches;
   bf16 *h[2], *y, *inner, *projected, *attended;
   float *gain, *cos, *sin;
   char* workspace;
 
-  Step(const Shape& shape, int positions_of_row) : s(shape), positions(positions_of_row) {
-    while (room < positions) room *= 2;
+  Step(const Shape& shape, const Options& of_step) : s(shape), options(of_step) {
+    const int rows = options.rows;
+    while (room < options.positions) room *= 2;
     qkv_width = (s.heads + 2 * s.kv_heads) * s.head_dim, q_width = s.heads * s.head_dim;
-    for (bf16*& row : h) row = random<bf16>(ROWS * s.hidden);
-    y = random<bf16>(ROWS * s.hidden), inner = random<bf16>(ROWS * s.inner);
-    projected = random<bf16>(ROWS * qkv_width), attended = random<bf16>(ROWS * q_width);
+    for (bf16*& row : h) row = random<bf16>(rows * s.hidden);
+    y = random<bf16>(rows * s.hidden), inner = random<bf16>(rows * s.inner);
+    projected = random<bf16>(rows * qkv_width), attended = random<bf16>(rows * q_width);
     gain = random<float>(s.hidden, 1.0f, 0.1f), workspace = zeros<char>(256 << 20);
     cos = random<float>(room * s.head_dim / 2), sin = random<float>(room * s.head_dim / 2);
     const int pages = room / kPage;
-    std::vector<int32_t> tables(ROWS * pages), slots(ROWS), at(ROWS, std::max(positions, 1) - 1);
-    for (int i = 0; i < ROWS * pages; ++i) tables[i] = i;
-    for (int i = 0; i < ROWS; ++i) slots[i] = i;
+    std::vector<int32_t> tables(rows * pages), slots(rows), at(rows, std::max(options.positions, 1) - 1);
+    for (int i = 0; i < rows * pages; ++i) tables[i] = i;
+    for (int i = 0; i < rows; ++i) slots[i] = i;
     const auto upload = [](const std::vector<int32_t>& from) {
       int32_t* const to = zeros<int32_t>(from.size());
       check(cudaMemcpy(to, from.data(), from.size() * 4, cudaMemcpyHostToDevice), "cudaMemcpy");
@@ -134,13 +107,20 @@ struct Step {
     };
     PagedCache cache{};
     cache.tables = upload(tables), cache.slots = upload(slots), cache.positions = upload(at);
-    cache.pages = ROWS * pages, cache.slot_count = ROWS, cache.table_width = cache.table_stride = pages;
-    cache.kv_heads = s.kv_heads, cache.head_dim = s.head_dim, cache.dtype = DType::bf16;
+    cache.pages = rows * pages, cache.slot_count = rows, cache.table_width = cache.table_stride = pages;
+    cache.kv_heads = s.kv_heads, cache.head_dim = s.head_dim,
+    cache.dtype = options.int8_cache ? DType::i8 : DType::bf16;
     for (int layer = 0; layer < s.layers; ++layer) {
-      qkv.emplace_back(qkv_width, s.hidden), o.emplace_back(s.hidden, q_width);
-      gate_up.emplace_back(2 * s.inner, s.hidden), down.emplace_back(s.hidden, s.inner);
-      const size_t values = static_cast<size_t>(ROWS) * room * s.kv_heads * s.head_dim;
-      cache.k = random<bf16>(values), cache.v = random<bf16>(values);
+      const int group = options.group_size;
+      qkv.emplace_back(qkv_width, s.hidden, group), o.emplace_back(s.hidden, q_width, group);
+      gate_up.emplace_back(2 * s.inner, s.hidden, group), down.emplace_back(s.hidden, s.inner, group);
+      const size_t heads = static_cast<size_t>(rows) * room * s.kv_heads, values = heads * s.head_dim;
+      if (options.int8_cache) {
+        cache.k = random<uint32_t>(values / 4), cache.v = random<uint32_t>(values / 4);
+        cache.k_scales = random<float>(heads, 0.01f, 0.005f), cache.v_scales = random<float>(heads, 0.01f, 0.005f);
+      } else {
+        cache.k = random<bf16>(values), cache.v = random<bf16>(values);
+      }
       caches.push_back(cache);
     }
   }
@@ -149,16 +129,17 @@ struct Step {
                        bf16* sum = nullptr) const {
     LinearArgs a{};
     a.x = x, a.x_stride = w.weight.k, a.x_dtype = a.y_dtype = DType::bf16;
-    a.y = to, a.y_stride = width, a.m = ROWS, a.workspace = workspace, a.arrivals = w.arrivals, a.eps = 1e-5f;
+    a.y = to, a.y_stride = width, a.m = options.rows, a.workspace = workspace, a.arrivals = w.arrivals;
+    a.eps = 1e-5f, a.eight_bits = options.eight_bits;
     a.gain = residual == nullptr ? nullptr : gain, a.residual = residual, a.residual_stride = s.hidden, a.h = sum;
     return {w.weight, a};
   }
   void launch(const Launch& launch) const {
     for (int layer = 0; layer < s.layers; ++layer) {
-      if (positions > 0) {
+      if (options.positions > 0) {
         AttentionArgs a{};
         a.q = projected, a.out = attended, a.workspace = reinterpret_cast<float*>(workspace + (128 << 20));
-        a.cache = caches[layer], a.q_stride = qkv_width, a.rows = ROWS, a.heads = s.heads, a.scale = 0.1f;
+        a.cache = caches[layer], a.q_stride = qkv_width, a.rows = options.rows, a.heads = s.heads, a.scale = 0.1f;
         a.type = DType::bf16;
         const RopeTable table{a.cache.positions, cos, sin, s.head_dim / 2, 1, false, room};
         attention_rope(a, table, nullptr, nullptr, 0.0f, false, launch);
@@ -173,7 +154,7 @@ struct Step {
   }
 };
 
-int run(const std::string& name, int positions, int layers) {
+void run(const std::string& name, const Options& options, int layers) {
   const std::map<std::string, Shape> shapes{{"phi3-mini", {3072, 8192, 32, 32, 96, 16}},
                                             {"llama-3-8b", {4096, 14336, 32, 8, 128, 12}},
                                             {"llama-3.2-1b", {2048, 8192, 32, 8, 64, 16}}};
@@ -181,7 +162,7 @@ int run(const std::string& name, int positions, int layers) {
   if (found == shapes.end()) throw std::invalid_argument(name + ": phi3-mini, llama-3-8b or llama-3.2-1b");
   Shape shape = found->second;
   if (layers > 0) shape.layers = layers;
-  const Step step(shape, positions);
+  const Step step(shape, options);
   cudaStream_t stream;
   check(cudaDeviceSynchronize(), name);
   check(cudaStreamCreate(&stream), "cudaStreamCreate");
@@ -198,12 +179,12 @@ int run(const std::string& name, int positions, int layers) {
   };
   replay(3);
   check(cudaStreamSynchronize(stream), name);
-  std::vector<uint16_t> sum(ROWS * shape.hidden);
+  std::vector<uint16_t> sum(options.rows * shape.hidden);
   check(cudaMemcpy(sum.data(), step.h[0], sum.size() * 2, cudaMemcpyDeviceToHost), "cudaMemcpy");
   uint64_t hash{1469598103934665603ull};  // FNV-1a
   for (const uint16_t bits : sum) hash = (hash ^ bits) * 1099511628211ull;
 
-  constexpr int kSteps{20}, kTimes{40};
+  constexpr int kSteps{5}, kTimes{25};
   cudaEvent_t begin, end;
   check(cudaEventCreate(&begin), "cudaEventCreate");
   check(cudaEventCreate(&end), "cudaEventCreate");
@@ -219,9 +200,27 @@ int run(const std::string& name, int positions, int layers) {
     times.push_back(ms * 1000.0f / (kSteps * shape.layers));
   }
   std::sort(times.begin(), times.end());
-  std::printf("%s, %d rows of %d, int4 %s: %.2f us a layer (%.2f to %.2f), hash %016llx\n", name.c_str(), ROWS,
-              positions, GROUP > 0 ? "in groups" : "per row", times[kTimes / 2], times[0], times[kTimes - 1],
-              static_cast<unsigned long long>(hash));
+  std::printf(
+      "%s, %d rows of %d, int4 %s, %d-bit activations, %s cache: %.2f us a layer (%.2f to %.2f), hash %016llx\n",
+      name.c_str(), options.rows, options.positions, options.group_size > 0 ? "in groups" : "per row",
+      options.eight_bits ? 8 : 16, options.int8_cache ? "int8" : "bf16", times[kTimes / 2], times[0], times[kTimes - 1],
+      static_cast<unsigned long long>(hash));
+  std::fflush(stdout);
+}
+
+int run(const std::vector<std::string>& words) {
+  const auto number = [&](size_t i, int usual) { return words.size() > i ? std::stoi(words[i]) : usual; };
+  const auto word = [&](size_t i, const std::string& usual, const std::string& other) {
+    if (words.size() > i && words[i] != usual && words[i] != other)
+      throw std::invalid_argument(words[i] + ": " + usual + " or " + other);
+    return words.size() > i && words[i] == other;
+  };
+  Options options{0, number(2, 256), number(4, 0), word(5, "16", "8"), word(6, "bf16", "int8")};
+  std::istringstream counts(words[1]);
+  for (std::string count; std::getline(counts, count, ',');) {
+    options.rows = std::stoi(count);
+    run(words[0], options, number(3, 0));
+  }
   return 0;
 }
 
@@ -229,10 +228,12 @@ int run(const std::string& name, int positions, int layers) {
 }  // namespace nibblelm::cuda
 
 int main(int count, char** words) {
-  if (count < 2) return std::puts("usage: step SHAPE [POSITIONS [LAYERS]]"), 2;
+  if (count < 3) {
+    return std::puts("usage: bench_step SHAPE ROWS[,ROWS...] [POSITIONS [LAYERS [GROUP [ACTIVATIONS [KV]]]]]"), 2;
+  }
   try {
-    return nibblelm::cuda::run(words[1], count > 2 ? std::atoi(words[2]) : 256, count > 3 ? std::atoi(words[3]) : 0);
+    return nibblelm::cuda::run(std::vector<std::string>(words + 1, words + count));
   } catch (const std::exception& error) {
-    return std::fprintf(stderr, "step: %s\n", error.what()), 1;
+    return std::fprintf(stderr, "bench_step: %s\n", error.what()), 1;
   }
 }
