@@ -573,8 +573,10 @@ Choice choose(const AttentionArgs& a) {
   const int per_kv = a.heads / a.cache.kv_heads, heads = std::min(kHeads, per_kv);
   const int64_t blocks = a.rows * a.cache.kv_heads * ceil_div(per_kv, kHeads);
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
+  // Few long rows want more blocks, which clusters have.
+  const int fewest = a.cache.capacity() <= kGroup * kLeastSpan ? 5 : 4;
   const bool many =
-      5 * blocks >= 3 * processors && room >= ManyForm<S, T>::kBytes + PartSpace<ManyForm<S, T>>::bytes(heads);
+      fewest * blocks >= 3 * processors && room >= ManyForm<S, T>::kBytes + PartSpace<ManyForm<S, T>>::bytes(heads);
   if constexpr (!kFused)
     if (!S::kExact || has_options(a))
       return many ? choice<ManyForm<S, T>, true, false>(a) : choice<RowForm<S, T>, true, false>(a);
@@ -682,7 +684,7 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   Choice chosen = choose<S, T, kFused>(a);
   const Division division = Division::of<T>(a, chosen);
   const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - chosen.fixed;
-  if (chosen.parts > 1 && chosen.cluster == 1) {
+  if (chosen.parts > 1 && chosen.cluster == 1 && division.further == 0) {  // what longer rows have wants room
     chosen.bytes = std::min(most, evenly(chosen, a.rows * division.per_row * division.blocks));
   }
   allow_shared_memory(chosen.kernel, most, what);
