@@ -68,7 +68,8 @@ struct ImageRow {
   __device__ __forceinline__ float* scale(int slice) const {
     return reinterpret_cast<float*>(image + p.scales_at) + (slice & (p.block_slices() - 1)) * C + row;
   }
-  // Where sums stay integers: who adds them takes the shift, but of its own row's scales, which it takes for more.
+  // Where sums stay integers an image has shifts in the place of scales; the one row that a block prepares itself keeps
+  // scales, which it sums x with.
   __device__ __forceinline__ void store_scale(int slice, float scale, int shift) const {
     *this->scale(slice) = C == 1 && a.images == nullptr ? scale : __int_as_float(shift);
   }

@@ -51,7 +51,7 @@ struct Reduction {
   static constexpr int kValues{Tiles::kTiles * Tiles::kColumns * 2};  // of a lane: [tile][column][row half]
   const DecodeArgs& a;
   const int* sums;
-  const float* scales;  // of the slices that are added here; where sums stay integers, shifts, but of the one own row
+  const float* scales;  // of the slices that are added here, or shifts, as ImageRow::store_scale has left them
   int* red;             // of this strip in flight
   int part, strip, lane;
   int owner;  // Joined: the rank of that block
