@@ -54,7 +54,7 @@ cuda: .venv/.installed
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/cuda-wheel/site build/cuda-wheel/*.whl
 	cd build/cuda-wheel/site/nibblelm && "$(CURDIR)/$(BIN)/python" -c "import _cuda; print(_cuda.__doc__)"
 	nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icsrc scripts/bench_step.cu \
-		$$(find build/cuda -name '*.cu.o') -o build/bench_step
+		$$(for f in csrc/cuda/*.cu; do find build/cuda -name "$$(basename $$f).o"; done) -o build/bench_step
 
 # One wheel with both extensions, CUDA for every architecture of csrc/CMakeLists.txt: long to build, quick to install
 wheel: .venv/.installed

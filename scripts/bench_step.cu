@@ -5,11 +5,12 @@
 //   make cuda     (or: nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icsrc scripts/bench_step.cu OBJECTS)
 //   build/bench_step phi3-mini|llama-3-8b|llama-3.2-1b ROWS[,ROWS...] [POSITIONS [LAYERS [GROUP [ACTIVATIONS [KV]]]]]
 //
-// ROWS: sequences of POSITIONS tokens each, 256 if not said; 0: without attention. LAYERS: if 0, more than L2 holds.
-// GROUP: of the int4 weights, 0 (a scale per row), 32, 64 or 128. ACTIVATIONS: 16 or 8 bits. KV: bf16 or int8. Weights
-// are random; a run of several ROWS draws on, so that hashes compare runs of the same ROWS. The hash is of what three
-// steps compute, the time a median of 25 measurements of 5 steps.
+// ROWS: sequences, 1 to 2048, one measurement after the other. POSITIONS: tokens that each has, 256 if not said; 0: no
+// attention. LAYERS: 0 for more than L2 holds. GROUP: of the int4 weights, -1 for a scale per row, 32, 64 or 128.
+// ACTIVATIONS: 16 or 8 bits. KV: bf16 or int8. Weights and inputs are random, the same in every run. The hash is of
+// what four steps compute, the time a median of 25 measurements of 5 steps.
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <map>
 #include <sstream>
@@ -39,21 +40,41 @@ __global__ void fill(T* to, size_t count, uint32_t seed, float middle, float ran
     }
   }
 }
-template <class T>
-T* random(size_t count, float middle = 0.0f, float range = 1.0f) {
-  static uint32_t seed{0};
-  T* to;
-  check(cudaMalloc(&to, count * sizeof(T) + 256), "cudaMalloc");
-  fill<<<1024, 256>>>(to, count, ++seed, middle, range);
-  return to;
-}
-template <class T>
-T* zeros(size_t count) {
-  T* to;
-  check(cudaMalloc(&to, count * sizeof(T)), "cudaMalloc");
-  check(cudaMemset(to, 0, count * sizeof(T)), "cudaMemset");
-  return to;
-}
+// Device memory of one measurement, and how many times it has drawn random numbers.
+struct Memory {
+  std::vector<void*> held;
+  uint32_t seed{0};
+
+  Memory() = default;
+  Memory(const Memory&) = delete;
+  ~Memory() {
+    for (void* const pointer : held) cudaFree(pointer);
+  }
+  template <class T>
+  T* get(size_t count) {
+    void* to;
+    check(cudaMalloc(&to, count * sizeof(T) + 256), "cudaMalloc of " + std::to_string(count * sizeof(T)) + " bytes");
+    held.push_back(to);
+    return static_cast<T*>(to);
+  }
+  template <class T>
+  T* random(size_t count, float middle = 0.0f, float range = 1.0f) {
+    T* const to = get<T>(count);
+    fill<<<1024, 256>>>(to, count, ++seed, middle, range);
+    return to;
+  }
+  template <class T>
+  T* zeros(size_t count) {
+    T* const to = get<T>(count);
+    check(cudaMemset(to, 0, count * sizeof(T)), "cudaMemset");
+    return to;
+  }
+  int32_t* upload(const std::vector<int32_t>& from) {
+    int32_t* const to = get<int32_t>(from.size());
+    check(cudaMemcpy(to, from.data(), from.size() * 4, cudaMemcpyHostToDevice), "cudaMemcpy");
+    return to;
+  }
+};
 
 struct Shape {
   int hidden, inner, heads, kv_heads, head_dim, layers;
@@ -66,13 +87,13 @@ struct Weight {
   LinearWeight weight{};
   int* arrivals;
 
-  Weight(int n, int k, int group_size) {
+  Weight(Memory& memory, int n, int k, int group_size) {
     weight.format = WeightFormat::int4, weight.n = n, weight.k = k, weight.group_size = group_size;
     weight.scale_dtype = DType::bf16, weight.has_zero = group_size > 0;
-    weight.data = random<uint32_t>(static_cast<size_t>(weight.strips()) * weight.steps() * 256);
+    weight.data = memory.random<uint32_t>(static_cast<size_t>(weight.strips()) * weight.steps() * 256);
     const size_t records = static_cast<size_t>(weight.strips()) * weight.groups() * weight.record_bytes() / 2;
-    weight.records = random<bf16>(records, 0.0f, 12.0f / static_cast<float>(k));
-    arrivals = zeros<int>(weight.strips() + 1);  // and the barrier of a grid
+    weight.records = memory.random<bf16>(records, 0.0f, 12.0f / static_cast<float>(k));
+    arrivals = memory.zeros<int>(weight.strips() + 1);  // and the barrier of a grid
   }
 };
 
@@ -85,51 +106,65 @@ struct Step {
   std::vector<PagedCache> caches;
   bf16 *h[2], *y, *inner, *projected, *attended;
   float *gain, *cos, *sin;
-  char* workspace;
+  void* linear_space;
+  float* attention_space;
+  Memory memory;
 
   Step(const Shape& shape, const Options& of_step) : s(shape), options(of_step) {
     const int rows = options.rows;
     while (room < options.positions) room *= 2;
     qkv_width = (s.heads + 2 * s.kv_heads) * s.head_dim, q_width = s.heads * s.head_dim;
-    for (bf16*& row : h) row = random<bf16>(rows * s.hidden);
-    y = random<bf16>(rows * s.hidden), inner = random<bf16>(rows * s.inner);
-    projected = random<bf16>(rows * qkv_width), attended = random<bf16>(rows * q_width);
-    gain = random<float>(s.hidden, 1.0f, 0.1f), workspace = zeros<char>(256 << 20);
-    cos = random<float>(room * s.head_dim / 2), sin = random<float>(room * s.head_dim / 2);
+    const auto draw = [&](int width) { return memory.random<bf16>(static_cast<size_t>(rows) * width); };
+    for (bf16*& row : h) row = draw(s.hidden);
+    y = draw(s.hidden), inner = draw(s.inner), projected = draw(qkv_width), attended = draw(q_width);
+    gain = memory.random<float>(s.hidden, 1.0f, 0.1f);
+    cos = memory.random<float>(room * s.head_dim / 2), sin = memory.random<float>(room * s.head_dim / 2);
     const int pages = room / kPage;
     std::vector<int32_t> tables(rows * pages), slots(rows), at(rows, std::max(options.positions, 1) - 1);
     for (int i = 0; i < rows * pages; ++i) tables[i] = i;
     for (int i = 0; i < rows; ++i) slots[i] = i;
-    const auto upload = [](const std::vector<int32_t>& from) {
-      int32_t* const to = zeros<int32_t>(from.size());
-      check(cudaMemcpy(to, from.data(), from.size() * 4, cudaMemcpyHostToDevice), "cudaMemcpy");
-      return to;
-    };
     PagedCache cache{};
-    cache.tables = upload(tables), cache.slots = upload(slots), cache.positions = upload(at);
+    cache.tables = memory.upload(tables), cache.slots = memory.upload(slots), cache.positions = memory.upload(at);
     cache.pages = rows * pages, cache.slot_count = rows, cache.table_width = cache.table_stride = pages;
     cache.kv_heads = s.kv_heads, cache.head_dim = s.head_dim,
     cache.dtype = options.int8_cache ? DType::i8 : DType::bf16;
     for (int layer = 0; layer < s.layers; ++layer) {
       const int group = options.group_size;
-      qkv.emplace_back(qkv_width, s.hidden, group), o.emplace_back(s.hidden, q_width, group);
-      gate_up.emplace_back(2 * s.inner, s.hidden, group), down.emplace_back(s.hidden, s.inner, group);
+      qkv.emplace_back(memory, qkv_width, s.hidden, group), o.emplace_back(memory, s.hidden, q_width, group);
+      gate_up.emplace_back(memory, 2 * s.inner, s.hidden, group), down.emplace_back(memory, s.hidden, s.inner, group);
       const size_t heads = static_cast<size_t>(rows) * room * s.kv_heads, values = heads * s.head_dim;
       if (options.int8_cache) {
-        cache.k = random<uint32_t>(values / 4), cache.v = random<uint32_t>(values / 4);
-        cache.k_scales = random<float>(heads, 0.01f, 0.005f), cache.v_scales = random<float>(heads, 0.01f, 0.005f);
+        cache.k = memory.random<uint32_t>(values / 4), cache.v = memory.random<uint32_t>(values / 4);
+        cache.k_scales = memory.random<float>(heads, 0.01f, 0.005f);
+        cache.v_scales = memory.random<float>(heads, 0.01f, 0.005f);
       } else {
-        cache.k = random<bf16>(values), cache.v = random<bf16>(values);
+        cache.k = memory.random<bf16>(values), cache.v = memory.random<bf16>(values);
       }
       caches.push_back(cache);
     }
+    int64_t most{0};
+    for (const Weight* const w : {&qkv[0], &o[0], &gate_up[0], &down[0]}) {
+      const int64_t bytes =
+          linear_workspace(w->weight, y, w->weight.k, DType::bf16, rows, options.eight_bits);  // y: as aligned as all
+      most = std::max(most, bytes);
+    }
+    linear_space = memory.get<char>(most);
+    attention_space = reinterpret_cast<float*>(memory.get<char>(attention_workspace(attention_of(0))));
+  }
+
+  AttentionArgs attention_of(int layer) const {
+    AttentionArgs a{};
+    a.q = projected, a.out = attended, a.workspace = attention_space;
+    a.cache = caches[layer], a.q_stride = qkv_width, a.rows = options.rows, a.heads = s.heads, a.scale = 0.1f;
+    a.type = DType::bf16;
+    return a;
   }
 
   LinearStep linear_of(const Weight& w, const bf16* x, bf16* to, int width, const bf16* residual = nullptr,
                        bf16* sum = nullptr) const {
     LinearArgs a{};
     a.x = x, a.x_stride = w.weight.k, a.x_dtype = a.y_dtype = DType::bf16;
-    a.y = to, a.y_stride = width, a.m = options.rows, a.workspace = workspace, a.arrivals = w.arrivals;
+    a.y = to, a.y_stride = width, a.m = options.rows, a.workspace = linear_space, a.arrivals = w.arrivals;
     a.eps = 1e-5f, a.eight_bits = options.eight_bits;
     a.gain = residual == nullptr ? nullptr : gain, a.residual = residual, a.residual_stride = s.hidden, a.h = sum;
     return {w.weight, a};
@@ -137,10 +172,7 @@ struct Step {
   void launch(const Launch& launch) const {
     for (int layer = 0; layer < s.layers; ++layer) {
       if (options.positions > 0) {
-        AttentionArgs a{};
-        a.q = projected, a.out = attended, a.workspace = reinterpret_cast<float*>(workspace + (128 << 20));
-        a.cache = caches[layer], a.q_stride = qkv_width, a.rows = options.rows, a.heads = s.heads, a.scale = 0.1f;
-        a.type = DType::bf16;
+        const AttentionArgs a = attention_of(layer);
         const RopeTable table{a.cache.positions, cos, sin, s.head_dim / 2, 1, false, room};
         attention_rope(a, table, nullptr, nullptr, 0.0f, false, launch);
       }
@@ -154,7 +186,7 @@ struct Step {
   }
 };
 
-void run(const std::string& name, const Options& options, int layers) {
+void measure(const std::string& name, const Options& options, int layers) {
   const std::map<std::string, Shape> shapes{{"phi3-mini", {3072, 8192, 32, 32, 96, 16}},
                                             {"llama-3-8b", {4096, 14336, 32, 8, 128, 12}},
                                             {"llama-3.2-1b", {2048, 8192, 32, 8, 64, 16}}};
@@ -206,33 +238,60 @@ void run(const std::string& name, const Options& options, int layers) {
       options.eight_bits ? 8 : 16, options.int8_cache ? "int8" : "bf16", times[kTimes / 2], times[0], times[kTimes - 1],
       static_cast<unsigned long long>(hash));
   std::fflush(stdout);
+  check(cudaEventDestroy(begin), "cudaEventDestroy"), check(cudaEventDestroy(end), "cudaEventDestroy");
+  check(cudaGraphExecDestroy(program), "cudaGraphExecDestroy"), check(cudaGraphDestroy(graph), "cudaGraphDestroy");
+  check(cudaStreamDestroy(stream), "cudaStreamDestroy");
 }
 
-int run(const std::vector<std::string>& words) {
-  const auto number = [&](size_t i, int usual) { return words.size() > i ? std::stoi(words[i]) : usual; };
-  const auto word = [&](size_t i, const std::string& usual, const std::string& other) {
-    if (words.size() > i && words[i] != usual && words[i] != other)
-      throw std::invalid_argument(words[i] + ": " + usual + " or " + other);
-    return words.size() > i && words[i] == other;
-  };
-  Options options{0, number(2, 256), number(4, 0), word(5, "16", "8"), word(6, "bf16", "int8")};
-  std::istringstream counts(words[1]);
-  for (std::string count; std::getline(counts, count, ',');) {
-    options.rows = std::stoi(count);
-    run(words[0], options, number(3, 0));
+int number(const std::string& what, const std::string& word, int least, int most) {
+  int value{0};
+  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+  if (error != std::errc{} || end != word.data() + word.size() || value < least || value > most) {
+    throw std::invalid_argument(what + " '" + word + "': a number from " + std::to_string(least) + " to " +
+                                std::to_string(most));
   }
-  return 0;
+  return value;
+}
+
+// Which of the choices it is; the first one where there is no such word.
+size_t one_of(const std::string& what, const std::vector<std::string>& words, size_t at,
+              const std::vector<std::string>& choices) {
+  if (at >= words.size()) return 0;
+  const auto found = std::find(choices.begin(), choices.end(), words[at]);
+  if (found != choices.end()) return found - choices.begin();
+  std::string all;
+  for (const std::string& choice : choices) all += (all.empty() ? "" : ", ") + choice;
+  throw std::invalid_argument(what + " '" + words[at] + "': one of " + all);
+}
+
+void run(const std::vector<std::string>& words) {
+  constexpr int kGroups[]{0, 32, 64, 128};
+  Options options{};
+  options.positions = words.size() > 2 ? number("POSITIONS", words[2], 0, 1 << 20) : 256;
+  const int layers = words.size() > 3 ? number("LAYERS", words[3], 0, 1000) : 0;
+  options.group_size = kGroups[one_of("GROUP", words, 4, {"-1", "32", "64", "128"})];
+  options.eight_bits = one_of("ACTIVATIONS", words, 5, {"16", "8"}) == 1;
+  options.int8_cache = one_of("KV", words, 6, {"bf16", "int8"}) == 1;
+  std::istringstream counts(words[1]);
+  std::vector<int> rows;
+  for (std::string count; std::getline(counts, count, ',');) rows.push_back(number("ROWS", count, 1, 2048));
+  if (rows.empty()) number("ROWS", "", 1, 2048);
+  for (const int count : rows) {
+    options.rows = count;
+    measure(words[0], options, layers);
+  }
 }
 
 }  // namespace
 }  // namespace nibblelm::cuda
 
 int main(int count, char** words) {
-  if (count < 3) {
+  if (count < 3 || count > 8) {
     return std::puts("usage: bench_step SHAPE ROWS[,ROWS...] [POSITIONS [LAYERS [GROUP [ACTIVATIONS [KV]]]]]"), 2;
   }
   try {
-    return nibblelm::cuda::run(std::vector<std::string>(words + 1, words + count));
+    nibblelm::cuda::run(std::vector<std::string>(words + 1, words + count));
+    return 0;
   } catch (const std::exception& error) {
     return std::fprintf(stderr, "bench_step: %s\n", error.what()), 1;
   }

@@ -119,7 +119,8 @@ struct Partials {
 static __device__ unsigned attention_arrivals[kMaxArrivals];
 
 // Called by every block of a (row, head group) after it stored its partials; true in the one that arrives last, which
-// then sees all of them.
+// then sees all of them: the barrier makes one atomic release what all threads stored, and the other one's acquire hold
+// for all (two fences of every thread took 0.2 us more).
 __device__ __forceinline__ bool arrives_last(int index, int count) {
   __shared__ bool last;
   __syncthreads();

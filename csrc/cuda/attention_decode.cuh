@@ -573,28 +573,30 @@ Choice choose(const AttentionArgs& a) {
   const int per_kv = a.heads / a.cache.kv_heads, heads = std::min(kHeads, per_kv);
   const int64_t blocks = a.rows * a.cache.kv_heads * ceil_div(per_kv, kHeads);
   const int processors = device_attribute(cudaDevAttrMultiProcessorCount);
-  // Few long rows want more blocks, which clusters have.
-  const int fewest = a.cache.capacity() <= kGroup * kLeastSpan ? 5 : 4;
-  const bool many =
-      fewest * blocks >= 3 * processors && room >= ManyForm<S, T>::kBytes + PartSpace<ManyForm<S, T>>::bytes(heads);
+  // No row can be longer than parts with a tile for each chain. Else a few rows want more blocks, which clusters have.
+  const bool brief = a.cache.capacity() <= kGroup * kLeastSpan;
+  const bool many = (brief ? 5 : 4) * blocks >= 3 * processors && room >= form_bytes<ManyForm<S, T>, kFused>(heads);
   if constexpr (!kFused)
     if (!S::kExact || has_options(a))
       return many ? choice<ManyForm<S, T>, true, false>(a) : choice<RowForm<S, T>, true, false>(a);
   if constexpr (kFused && kCaps<S>)
     if (has_options(a)) return many ? choice<ManyForm<S, T>, true, true>(a) : choice<RowForm<S, T>, true, true>(a);
-  // Blocks of a form that fit the card: `most` on a multiprocessor, by registers.
+  // Blocks of a form that fit the card: `most` on a multiprocessor, by registers. The system and static ones take
+  // shared memory beside (at most so much, which spares asking for a kernel that may not be taken).
   const auto at_once = [&]<class F>(int most) {
     constexpr int kBeside{1024 + 128 + (F::kWarps == 1 ? 0 : static_cast<int>(sizeof(Heads<F, kFused>)))};
-    const int bytes = form_bytes<F, kFused>(heads);  // and beside them the system's, and static ones
+    const int bytes = form_bytes<F, kFused>(heads);
     const int fit = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (bytes + kBeside);
     return bytes <= room ? processors * std::min(fit, most) : 0;
   };
   if constexpr (kFused && S::D == 128) {
-    // Blocks of two multiprocessors, as measured with four heads to a KV head, and with one.
-    const int least = heads > 1 ? (sizeof(T) == 1 ? 7 : 5) : (sizeof(T) == 1 ? 12 : 6);
+    // Twice the blocks a multiprocessor from which on a warp is faster, as measured with four heads to a KV head and
+    // one.
+    const int twice_least = heads > 1 ? (sizeof(T) == 1 ? 7 : 5) : (sizeof(T) == 1 ? 12 : 6);
     using Wide = WideWarpForm<S, T>;
     using Warp = WarpForm<S, T>;
-    if (a.cache.capacity() <= Warp::kPositions && 2 * blocks >= least * processors) {
+    static_assert(Warp::kPositions == kGroup * kLeastSpan);
+    if (brief && 2 * blocks >= twice_least * processors) {
       if constexpr (sizeof(T) > 1) {
         const int fit = at_once.template operator()<Wide>(Warp::kBlocks);
         if (blocks <= fit && fit >= Wide::kBlocks * processors) return choice<Wide, false, true>(a);
@@ -606,7 +608,7 @@ Choice choose(const AttentionArgs& a) {
   if constexpr (kFused && S::D <= 128 && sizeof(T) > 1) {
     using Dealt = DealtForm<S, T>;
     const int64_t parts = kGroup * blocks, dealt_to = Dealt::kHostCluster * blocks;
-    if (a.cache.capacity() <= Dealt::kPositions && compiled_architecture() >= 90 && !many && parts > processors) {
+    if (brief && compiled_architecture() >= 90 && !many && parts > processors) {
       const Choice dealt = choice<Dealt, false, true>(a);
       const bool fits = a.rows == 1 ? dealt_to <= processors && fit_beside_last(dealt.bytes + dealt.fixed) > 0
                                     : parts > 3 * processors && dealt_to <= at_once.template operator()<Dealt>(3);
@@ -626,9 +628,9 @@ Choice choose(const AttentionArgs& a) {
     const Choice row = choice<RowForm<S, T>, false, kFused>(a);
     if constexpr (kFused && S::kExact && S::D == 128 && sizeof(T) > 1) {
       const auto fits = [](const Choice& c) { return fit_beside_last(c.bytes + c.fixed) > 0; };
-      if (a.rows == 1 && a.cache.capacity() <= kGroup * kLeastSpan && !fits(row)) {
-        const Choice brief = choice<ShortForm<S, T>, false, true>(a);
-        if (fits(brief)) return brief;
+      if (a.rows == 1 && brief && !fits(row)) {
+        const Choice small = choice<ShortForm<S, T>, false, true>(a);
+        if (fits(small)) return small;
       }
     }
     return row;
@@ -674,7 +676,7 @@ struct Division {
 inline int evenly(const Choice& c, int64_t blocks) {
   const int64_t share = ceil_div(blocks, device_attribute(cudaDevAttrMultiProcessorCount));
   const int64_t one_more = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / (share + 1);
-  return std::max(c.bytes, static_cast<int>(one_more) - 1024 - c.fixed + 128);  // 1,024 are the system's
+  return std::max(c.bytes, static_cast<int>(one_more) - 1024 - c.fixed + 128);  // the system's; steps of an allocation
 }
 
 template <class S, class T, bool kFused>
@@ -684,7 +686,7 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   Choice chosen = choose<S, T, kFused>(a);
   const Division division = Division::of<T>(a, chosen);
   const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - chosen.fixed;
-  if (chosen.parts > 1 && chosen.cluster == 1 && division.further == 0) {  // what longer rows have wants room
+  if (a.rows > 1 && chosen.parts > 1 && chosen.cluster == 1 && division.further == 0) {  // longer rows' rest wants room
     chosen.bytes = std::min(most, evenly(chosen, a.rows * division.per_row * division.blocks));
   }
   allow_shared_memory(chosen.kernel, most, what);

@@ -232,8 +232,8 @@ struct Reduction {
 
   // Warp `me` of the strip finishes every strip_warps()th round of two rows of x, a half of the warp each; one row of x
   // by half of the slices each, the upper half having the result. The loops stay rolled, since code that runs once
-  // comes from memory. `terms` and `bias`: of row lane % 16; x_totals: the sums of the rows of x, behind
-  // them the units of sums that stay integers.
+  // comes from memory. `terms` and `bias`: of row lane % 16; x_totals: the sums of the rows of x, behind them the units
+  // of sums that stay integers.
   __device__ __forceinline__ void finish(const RowTerms& terms, float bias, const float* x_totals, int me) const {
     static_assert(kMaxSlices == 8);
     constexpr int kHeld{C == 1 ? 4 : kMaxSlices};  // slices of a lane
