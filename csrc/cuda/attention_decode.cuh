@@ -7,8 +7,8 @@
 // merge through distributed shared memory; where a row takes several, or none, the rest is merged through device
 // memory. A short row of many KV heads has fewer blocks, to which its parts are dealt. Of many rows, a block takes all
 // parts of one, or a good length of them, with the same merges in its own memory, and what longer rows have behind it
-// is shared out among all; of very many short ones, a warp takes all parts. Head sizes are 64 to 256; those that share
-// a kernel are filled up with zeros in shared memory.
+// is shared out among all; of some short ones, the teams of a block take several parts at a time; of very many, a warp
+// takes all. Head sizes are 64 to 256; those that share a kernel are filled up with zeros in shared memory.
 #pragma once
 
 #include <bit>
@@ -58,7 +58,10 @@ struct Share {
                                              int most_groups) {
     const Interval range = kPlain ? attended_plain(a, slot, position) : attended(a, row, slot, position);
     Share share{slot, position, range, Plan::of<typename F::T>(range, most_groups)};
-    share.take(F::kParts == 1 || F::kDealt ? static_cast<int>(blockIdx.x) : 0, share.together());
+    share.take(F::kTeams > 1                 ? static_cast<int>(threadIdx.x) / (F::kChains * kWarp)
+               : F::kParts == 1 || F::kDealt ? static_cast<int>(blockIdx.x)
+                                             : 0,
+               share.together());
     return share;
   }
   __device__ __forceinline__ void take(int from, int count) {
@@ -80,10 +83,12 @@ struct Share {
     take((1 + n) * each, each);
   }
   __device__ __forceinline__ bool empty() const { return begin >= end; }
+  // Neither for this block's other teams.
+  __device__ __forceinline__ bool idle() const { return F::kTeams > 1 ? plan.length == 0 : empty(); }
   __device__ __forceinline__ bool newest() const { return position == end - 1; }  // is among these positions
   // And in one of the block's own parts.
   __device__ __forceinline__ bool has_newest() const {
-    return newest() && (!F::kDealt || (plan.parts() - 1 - first) % F::kCluster == 0);
+    return newest() && (!F::kDealt || F::kTeams > 1 || (plan.parts() - 1 - first) % F::kCluster == 0);
   }
 };
 
@@ -125,8 +130,8 @@ template <class F>
 struct Place {
   int64_t row;
   int kv_head, in_group, first_head, heads;
-  int part, rank;
-  int warp, lane, g, j;
+  int part, rank;        // of the block, in its cluster or of the warp's team
+  int warp, lane, g, j;  // warp of the team
 
   __device__ __forceinline__ Place(const AttentionArgs& a, int64_t first_row, int groups) {
     const int per_kv = a.heads / a.cache.kv_heads;
@@ -135,22 +140,25 @@ struct Place {
     in_group = blockIdx.y % groups * kHeads;
     first_head = kv_head * per_kv + in_group;
     heads = min(kHeads, per_kv - in_group);
-    part = blockIdx.x, rank = part % F::kCluster;
     warp = threadIdx.x / kWarp, lane = static_cast<int>(keep(threadIdx.x % kWarp)), g = lane >> 2, j = lane & 3;
+    part = blockIdx.x, rank = F::kTeams > 1 ? warp / F::kChains : part % F::kCluster;
+    warp %= F::kWarps / F::kTeams;
   }
+  // Of the block.
+  __device__ __forceinline__ int ring() const { return F::kTeams > 1 ? rank * F::kChains + warp : warp; }
 };
 
-// Asks L2 for a warp's tiles of a short row; those of a long one would be gone from L2 before their turn, as would
-// those of a thousand rows at a time.
+// Asks L2 for a warp's tiles of a short row, from number `tile` on; those of a long one would be gone from L2 before
+// their turn, as would those of a thousand rows at a time.
 template <class F>
 __device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Share<F>& share, const Place<F>& at,
-                                               int pages) {
+                                               int pages, int tile) {
   using T = F::T;
   constexpr int D{F::D}, kLine{D * sizeof(T) < 128 ? D : static_cast<int>(128 / sizeof(T))};  // values
   if (F::kWarps == 1 || share.end - share.begin > 2 * kPartPositions) return;
-  int p = share.begin + at.warp * kTile;
+  int p = share.begin + at.warp * kTile + tile * Ring<F>::kStep;
 #pragma unroll 1
-  for (int tile = 0; p < share.end; ++tile, p += Ring<F>::kStep) {
+  for (; p < share.end; ++tile, p += Ring<F>::kStep) {
     const int page = __shfl_sync(kAllLanes, pages, tile);
 #pragma unroll
     for (int i = at.lane; i < 2 * kTile * D / kLine; i += kWarp) {  // keys, then values
@@ -177,18 +185,30 @@ __device__ __forceinline__ Share<F> begin(const AttentionArgs& a, const HeadArgs
   constexpr bool kEarly{kFused && !F::kInt8};
   Share share{};
   const auto ring = [&] {
-    return Ring<F>(tiles, a.cache, share.slot, at.kv_head, share.end, kFused && share.newest(), at.warp, at.lane);
+    return Ring<F>(tiles, a.cache, share.slot, at.kv_head, share.end, kFused && share.newest(), at.ring(), at.lane);
   };
   const auto ask_pages = [&] {
     if (!share.empty()) pages = ring().pages(share.begin + at.warp * kTile);
   };
+  if constexpr (F::kLate) {  // what is waited for is asked for first
+    dependency_wait();
+    const int slot = a.cache.slots[at.row], position = a.cache.positions[at.row];
+    if constexpr (kFused) raw.read(a, at.row, at.first_head, at.heads, at.kv_head);
+    share = Share::template of<kFused>(a, at.row, slot, position, most_groups);
+    if (share.idle()) return share;
+    ask_pages();
+    if constexpr (kFused) raw.read_angles(a, head_args, position);
+    ring().fill(share.begin + at.warp * kTile, pages);
+    prefetch_tiles<F>(a.cache, share, at, pages, Ring<F>::kUnits / 2);
+    return share;
+  }
   if (guesses) {
     const int guess = __ldcg(a.cache.positions + at.row);
     share = Share::template of<true>(a, at.row, guess < a.cache.capacity() ? __ldcg(a.cache.slots + at.row) : -1, guess,
                                      most_groups);
     ask_pages();
-    if (!share.empty()) {
-      prefetch_tiles<F>(a.cache, share, at, pages);
+    if (!share.idle()) {
+      prefetch_tiles<F>(a.cache, share, at, pages, 0);
       if constexpr (kFused) raw.read_angles(a, head_args, share.position);
       if (kEarly) ring().fill(share.begin + at.warp * kTile, pages);
     }
@@ -210,7 +230,7 @@ __device__ __forceinline__ Share<F> begin(const AttentionArgs& a, const HeadArgs
     share = Share::template of<true>(a, at.row, slot, position, most_groups);
     ask_pages();
     if constexpr (kFused)
-      if (!share.empty()) raw.read_angles(a, head_args, share.position);
+      if (!share.idle()) raw.read_angles(a, head_args, share.position);
     asked = false;
   }
 }
@@ -285,7 +305,7 @@ __device__ __forceinline__ void attend_share(const AttentionArgs& a, const HeadA
   const int width = F::width(a.cache);
   bf16* const out = static_cast<bf16*>(a.out) + (at.row * a.heads + at.first_head) * width;
   const bool newest = kFused && share.newest();  // its key and value are not in the cache yet
-  const R ring(shared_address(storage), a.cache, share.slot, at.kv_head, share.end, newest, at.warp, at.lane);
+  const R ring(shared_address(storage), a.cache, share.slot, at.kv_head, share.end, newest, at.ring(), at.lane);
   const int first = share.begin + at.warp * kTile;
   // Where it has not yet, not before the last tile is asked for: the next kernel's weights would go first.
   if (first + R::kAround >= share.end) dependency_release();
@@ -353,6 +373,24 @@ __device__ __forceinline__ void attend_share(const AttentionArgs& a, const HeadA
     }
     __syncwarp();  // the ring is free, too
     write_row(a.cache, space.merged(part, at.g, at.j), reinterpret_cast<bf16*>(storage), out, at.heads, at.lane);
+    return;
+  }
+  if constexpr (F::kTeams > 1) {
+    const PartSpace<F> space{reinterpret_cast<float*>(storage + F::kBytes), at.heads};
+#pragma unroll 1
+    for (int part = at.rank; part < parts; part += F::kTeams) {
+      Accumulator<F> sum;
+      if (p < share.end) attend_tile<true>(sum, ring, q, p, page, unit, insert, scored);
+      space.store(sum, part, at.warp, at.g, at.j);
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int i = threadIdx.x; i < parts * at.heads * kQuads; i += R::kThreads) {
+      const int row = i / kQuads, part = row / at.heads, h = row - part * at.heads, d = i % kQuads * 4;
+      if (F::has(a.cache, d)) space.keep_part(part, h, d, space.merged(part, h, d));
+    }
+    __syncthreads();
+    each_quad([&](int, int h, int d) { write(h, d, space.merged_parts(parts, h, d)); });
     return;
   }
   if constexpr (F::kDealt) {
@@ -468,8 +506,8 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
   __shared__ __align__(16) std::conditional_t<F::kWarps == 1, char, Heads<F, kFused>> beside;
   Heads<F, kFused>& prepared =
       *reinterpret_cast<Heads<F, kFused>*>(F::kWarps == 1 ? static_cast<void*>(storage + F::kBytes) : &beside);
-  if constexpr (F::kDealt && F::kCluster == 1) return;  // never launched
-  __shared__ uint64_t received;                         // in the cluster's first block: reports of the parts
+  if constexpr (F::kHostCluster > F::kCluster && F::kDealt) return;  // never launched
+  __shared__ uint64_t received;  // in the cluster's first block: reports of the parts
   if (launched.starts_next) dependency_release();
   if (!kFurther || static_cast<int>(blockIdx.z) < launched.rows) {
     const Place<F> at(a, launched.first_row, launched.groups);
@@ -479,7 +517,7 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
     int pages{};  // of this warp's first tiles, one a lane
     const Share<F> share =
         begin<F, kOptions, kFused>(a, head_args, at, launched.most_groups, shared_address(storage), raw, pages);
-    if (!share.empty()) {
+    if (!share.idle()) {
       attend_share<F, kOptions, kFused>(a, head_args, launched, at, share, raw, pages, storage, prepared, received);
     } else if (share.plan.length == 0 && at.part == 0) {
       const int width = F::width(a.cache);
@@ -605,14 +643,19 @@ Choice choose(const AttentionArgs& a) {
         return choice<Warp, false, true>(a);
     }
   }
+  if constexpr (kFused && S::D <= 128) {
+    // Clusters of fewer rows have two blocks a multiprocessor at most.
+    using Team = TeamForm<S, T>;
+    if (brief && a.rows > 1 && kGroup * blocks > 2 * processors && blocks <= processors &&
+        room >= form_bytes<Team, kFused>(heads))
+      return choice<Team, false, true>(a);
+  }
   if constexpr (kFused && S::D <= 128 && sizeof(T) > 1) {
     using Dealt = DealtForm<S, T>;
-    const int64_t parts = kGroup * blocks, dealt_to = Dealt::kHostCluster * blocks;
-    if (brief && compiled_architecture() >= 90 && !many && parts > processors) {
+    if (a.rows == 1 && brief && compiled_architecture() >= 90 && kGroup * blocks > processors &&
+        Dealt::kHostCluster * blocks <= processors) {
       const Choice dealt = choice<Dealt, false, true>(a);
-      const bool fits = a.rows == 1 ? dealt_to <= processors && fit_beside_last(dealt.bytes + dealt.fixed) > 0
-                                    : parts > 3 * processors && dealt_to <= at_once.template operator()<Dealt>(3);
-      if (fits) return dealt;
+      if (fit_beside_last(dealt.bytes + dealt.fixed) > 0) return dealt;
     }
   }
   if constexpr (S::kExact || kFused) {
@@ -686,9 +729,10 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   Choice chosen = choose<S, T, kFused>(a);
   const Division division = Division::of<T>(a, chosen);
   const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - chosen.fixed;
-  if (a.rows > 1 && chosen.parts > 1 && chosen.cluster == 1 && division.further == 0) {  // longer rows' rest wants room
-    chosen.bytes = std::min(most, evenly(chosen, a.rows * division.per_row * division.blocks));
-  }
+  const int64_t blocks = a.rows * division.per_row * division.blocks;
+  const bool several = a.rows > 1 ? chosen.parts > 1 : blocks > device_attribute(cudaDevAttrMultiProcessorCount);
+  if (several && chosen.cluster == 1 && division.further == 0)  // longer rows' rest wants room
+    chosen.bytes = std::min(most, evenly(chosen, blocks));
   allow_shared_memory(chosen.kernel, most, what);
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;

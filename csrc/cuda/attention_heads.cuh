@@ -62,7 +62,7 @@ template <class F>
 struct RawHeads {
   static constexpr int D{F::D}, kWarps{F::kWarps};
   static constexpr int kValues{D / kWarp};
-  static constexpr int kRounds{kHeads / kWarps};
+  static constexpr int kRounds{kHeads > kWarps ? kHeads / kWarps : 1};
   // More of a warp's heads are read one by one, but where there are no others to wait for.
   static constexpr int kHeld{kRounds > 2 && kWarps > 1 ? 1 : kRounds};
   bf16 q[kHeld][kValues], key[kValues], value[kValues];
@@ -164,7 +164,8 @@ struct RawHeads {
     } else {
       turn(q[0], a.q_norm, a);
 #pragma unroll
-      for (int i = 0; i < kValues; ++i) to.q[warp][at[i]] = q[0][i];
+      for (int i = 0; i < kValues; ++i)
+        if (kWarps <= kHeads || warp < kHeads) to.q[warp][at[i]] = q[0][i];
     }
     const auto has = [&](int role) { return kWarps == 1 || warp == role; };
     if (has(0)) put<true>(at, {to.key_value[0], to.scales}, key);

@@ -93,16 +93,16 @@ template <class F>
 struct PartSpace {
   static constexpr int D{F::D};
   static constexpr int kPitch{D + 4};
-  static constexpr int kStages{F::kDealt ? F::kParts : 2};
+  static constexpr int kStages{F::kTeams > 1 ? kGroup : F::kDealt ? F::kParts : 2};
   float* storage;
   int heads;
 
-  static constexpr int bytes(int heads) { return (kStages * F::kWarps + kGroup) * heads * kPitch * 4; }
+  static constexpr int bytes(int heads) { return (kStages * F::kChains + kGroup) * heads * kPitch * 4; }
   __device__ __forceinline__ float* output(int stage, int warp, int h) const {
-    return storage + ((stage * F::kWarps + warp) * heads + h) * kPitch;
+    return storage + ((stage * F::kChains + warp) * heads + h) * kPitch;
   }
   __device__ __forceinline__ float* part(int n, int h) const {
-    return storage + ((kStages * F::kWarps + n) * heads + h) * kPitch;
+    return storage + ((kStages * F::kChains + n) * heads + h) * kPitch;
   }
   __device__ __forceinline__ static float2 statistics(const float* output) {
     return *reinterpret_cast<const float2*>(output + D);
@@ -123,8 +123,8 @@ struct PartSpace {
   }
   // Quad d .. d + 3 of head h over all warps.
   __device__ __forceinline__ Triple merged(int stage, int h, int d) const {
-    return merge<F::kWarps>(
-        F::kWarps, [&](int w) { return statistics(output(stage, w, h)); },
+    return merge<F::kChains>(
+        F::kChains, [&](int w) { return statistics(output(stage, w, h)); },
         [&](int w) { return *reinterpret_cast<const float4*>(output(stage, w, h) + d); });
   }
   __device__ __forceinline__ void keep_part(int n, int h, int d, const Triple& t) const {

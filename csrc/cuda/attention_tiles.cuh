@@ -23,7 +23,7 @@ static_assert(kPartPositions >= kMinSpan);  // attention_workspace() counts spli
 // latencies, not for memory, so that more of them are faster.
 template <class T>
 __host__ __device__ constexpr int groups_of(int length, int most) {
-  return length <= kLongRow ? most : sizeof(T) == 1 && length > 2 * kLongRow ? 4 * most : 2 * most;
+  return length <= kLongRow ? most : (sizeof(T) == 1 ? 4 : 2) * most;
 }
 
 // Groups are a power of two, so that finding one's place takes no division.
@@ -66,16 +66,18 @@ struct HeadSize {
 // How a block is built; it changes the time, never the result. `Value`: of the cache, bf16 or int8_t. kClusterBlocks:
 // 1, or the parts of a group where the card has clusters. kPerMultiprocessor: blocks that shall fit. kMostParts: that a
 // block takes one after the other; of a cluster whose blocks take several, every kClusterBlocks-th one, from its rank
-// on. kOneWarp: a block is one warp, which takes the tiles of all chains. Only the number of chains shows in the
-// result, so all forms of a size have the same.
+// on. kOneWarp: a block is one warp, which takes the tiles of all chains. kBlockTeams: of a warp for each chain, to
+// which parts are dealt in the same way. Only the number of chains shows in the result, so all forms of a size have the
+// same.
 template <class Size, class Value, int kRing, int kClusterBlocks, int kPerMultiprocessor, int kMostParts = 1,
-          bool kOneWarp = false>
+          bool kOneWarp = false, int kBlockTeams = 1>
 struct Form : Size {
   using Size::D;
   using T = Value;
   static constexpr bool kInt8{std::is_same_v<T, int8_t>};
   static constexpr int kChains{D == 256 ? 2 : 4};  // of tiles in turn, each with an online softmax of its own
-  static constexpr int kWarps{kOneWarp ? 1 : kChains};
+  static constexpr int kTeams{kBlockTeams};
+  static constexpr int kWarps{kOneWarp ? 1 : kChains * kTeams};
   static constexpr int kRingBytes{kRing};
   static constexpr int kTiles{kRing / (2 * kTile * D * static_cast<int>(sizeof(T)))};  // of keys and values
   // Behind the ring the scales of the keys and of the values of each tile.
@@ -84,7 +86,11 @@ struct Form : Size {
   static constexpr int kHostCluster{kClusterBlocks}, kCluster{kArchitecture >= 90 ? kClusterBlocks : 1};
   static constexpr int kBlocks{kPerMultiprocessor};
   static constexpr int kParts{kMostParts};
-  static constexpr bool kDealt{kClusterBlocks > 1 && kMostParts > 1};
+  // Parts are dealt to the blocks of a cluster or to the teams of a block.
+  static constexpr bool kDealt{kTeams > 1 || (kClusterBlocks > 1 && kMostParts > 1)};
+  static constexpr int kDealtTo{kTeams > 1 ? kTeams : kCluster};
+  // Its blocks seldom find room before the kernel ahead has ended, so that nothing is gained by what is read before.
+  static constexpr bool kLate{kClusterBlocks == 1 && kMostParts > 1};
   // Two tiles at a time, where a multiprocessor has one block whose warps wait for latencies rather than for memory.
   static constexpr bool kPairs{kInt8 && kClusterBlocks == 1 && kMostParts == 1};
   // At most, of a block that takes several parts; of a warp's or dealt ones, which are of the least span, of a row.
@@ -113,6 +119,9 @@ using LongForm =
 // end, and the next ones have theirs. Where nothing is beside them, two would meet.
 template <class S, class T>
 using BesideForm = Form<S, T, 64 << 10, 1, 4>;
+// Some short rows, at most one head of them a multiprocessor: four teams have a part each at a time, a tile a warp.
+template <class S, class T>
+using TeamForm = Form<S, T, 32 * kTile * S::D* static_cast<int>(sizeof(T)), 1, 1, kGroup / 4, false, 4>;
 // Many rows: a block has one to itself, or a good length of it, and streams through its parts without a pause. A third
 // block hides more of the way to the first tile than a longer ring.
 template <class S, class T>
@@ -140,8 +149,9 @@ struct Ring {
   static constexpr int kUnits{kWarpBytes / kTileBytes / 2 * 2};      // a tile's keys or its values are a unit
   static constexpr int kPerChunk{16 / static_cast<int>(sizeof(T))};  // values
   static constexpr int kChunks{D / kPerChunk}, kRowsAtOnce{kWarp / kChunks};
-  static constexpr int kStep{kWarps * kTile * (F::kDealt ? F::kCluster : 1)};  // from a warp's tile to its next
-  static constexpr int kAround{kUnits / 2 * kStep};                            // and to the one that takes its place
+  // From a warp's tile to its next.
+  static constexpr int kStep{kWarps / F::kTeams * kTile * (F::kDealt ? F::kDealtTo : 1)};
+  static constexpr int kAround{kUnits / 2 * kStep};  // and to the one that takes its place
   static_assert(kUnits > 0 && kWarpBytes % 128 == 0);
   // To where a tile goes on that starts too late for its page: that of the warp's next tile is the same, if it is near.
   static constexpr int kFurther{F::kDealt ? kTile : kStep};
@@ -207,7 +217,7 @@ struct Ring {
 #pragma unroll
       for (int i = 0; i < kTile; i += kRowsAtOnce) {
         const uint32_t to = (target ^ (i % 8) << 4) + i * kPitch;
-        F::kExact ? copy_async_16(to, from + i * width) : copy_or_zero(to, from + i * width, has_column());
+        F::kExact ? copy_async_16(to, from + i * width, kEvictFirst) : copy_or_zero(to, from + i * width, has_column());
       }
     } else {
       const int first = lane / kChunks;

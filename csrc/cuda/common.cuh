@@ -159,6 +159,19 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* globa
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
+// The same with a hint for L2, as createpolicy makes it on Hopper. What is not read again soon leaves first, so that
+// tables, code and what kernels hand on stay. `shared` shall be no sum with a term that is the same in all lanes: ptxas
+// 13.0 encodes that, beside a hint, as an instruction that does not exist.
+constexpr uint64_t kEvictNormal{0x1000000000000000}, kEvictFirst{0x12f0000000000000};
+__device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global, uint64_t hint) {
+  if constexpr (kArchitecture == 90) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "l"(hint)
+                 : "memory");
+  } else {
+    copy_async_16(shared, global);
+  }
+}
+
 __device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void copy_async_8(uint32_t shared, const void* global) {

@@ -285,12 +285,15 @@ struct LargeRing {
   __device__ __forceinline__ void copy_weights(const LargeArgs& g, const LargeChunks<F, Shape>& c, int to,
                                                int copier) const {
     const DecodeArgs& a = g.a;
+    static_assert(Shape::kLayout.weights_at % 512 == 0 && kChunkWeights % 512 == 0);
+    const uint64_t hint = g.p.token_tiles == 1 ? kEvictFirst : kEvictNormal;  // else other blocks take them, too
     const uint32_t own = base + Shape::kLayout.weights_at + to * kChunkWeights;
 #pragma unroll
     for (int i = 0; i < Shape::kWarps; i += kCopyWarps) {
       const int strip = min(c.first_strip + i + copier, a.strips - 1);
       const uint32_t at = own + (i + copier) * Shape::kRing * kChunkWeights;
       if constexpr (Format<F>::kInteger) {
+        const uint32_t of_lane = at | lane * 16;  // no sum: copy_async_16
         const uint8_t* const from =
             a.data + (static_cast<int64_t>(strip) * a.steps + c.stage) * Shape::kStripBytes + lane * 16;
 #pragma unroll
@@ -298,7 +301,7 @@ struct LargeRing {
           if (stage >= c.stages()) continue;
 #pragma unroll
           for (int j = stage * Shape::kStripBytes; j < (stage + 1) * Shape::kStripBytes; j += kWarp * 16) {
-            copy_async_16(at + lane * 16 + j, from + j);
+            copy_async_16(of_lane + j, from + j, hint);
           }
         }
       } else {  // 8 lanes to the 128 bytes of a row, odd rows with their halves swapped; rows beyond N repeat the last

@@ -90,13 +90,13 @@ struct Stream {
     if (strips_left > 0) {
       if constexpr (Fmt::kInteger) {
 #pragma unroll
-        for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, from + i * 512);
+        for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, from + i * 512, kEvictFirst);
       } else {
         const DecodeArgs& a = chain.links[C == 1 ? link : 0];
         const int column = (first_stage + slice_stages - stages_left) * 128 + lane % 8 * 16;
         if (column < a.pitch_bytes) {
 #pragma unroll
-          for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, from + row_offset[i]);
+          for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, from + row_offset[i], kEvictFirst);
         }
       }
       if constexpr (Grouped) {

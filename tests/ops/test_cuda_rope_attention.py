@@ -257,7 +257,7 @@ def test_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int, dty
 )
 def test_of_a_short_row_of_many_kv_heads(heads: int, kv_heads: int, few: int, d: int, window: int) -> None:
     """Its parts are dealt to a few blocks, each as it is in a batch and what it writes as by parts; those of a few rows
-    are, too (not of 20 and 45 KV heads, where two rows are many), one of which may be idle."""
+    to the teams of a block (not of 20 and 45 KV heads, where two rows are many); one of the rows may be idle."""
     lengths = [1, 16, 63, 64, 65, 128, 129, 192, 193, 257, 320, 383, 447, 448, 511, 512]
     c = make_projection(lengths, heads, kv_heads, d, capacity=512)
     whole = check_rope_attention(c, window=window)
@@ -274,6 +274,35 @@ def test_of_a_short_row_of_many_kv_heads(heads: int, kv_heads: int, few: int, d:
         assert all(same_bits(a, b) for a, b in zip(fused, apart, strict=True))
         live = rows["slots"] >= 0
         assert same_bits(whole[m : m + few][live], fused[0][live])
+
+
+@pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("d", [64, *FILLED, 128])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "rows"),
+    [
+        pytest.param(16, 8, 5, marks=pytest.mark.sanitize),  # the fewest rows of 8 KV heads whose blocks have teams
+        (32, 8, 16),  # the most, with 132 multiprocessors
+        (48, 8, 9),
+        (64, 8, 12),  # eight heads find no room for teams
+        (16, 16, 8),
+        (11, 11, 12),
+    ],
+)
+def test_of_some_short_rows(heads: int, kv_heads: int, rows: int, d: int, dtype: torch.dtype) -> None:
+    """A block has four teams, each with a part at a time; of rows with fewer parts some have none. Each row as it is
+    alone, and some are idle."""
+    lengths = [1, 64, 65, 300, 512, 16, 63, 128, 129, 449, 192, 257, 448, 20, 385, 511][:rows]
+    c = make_projection(lengths, heads, kv_heads, d, dtype, capacity=512)
+    for window in (0, 45, 300):
+        whole = check_rope_attention(c, window=window)
+        for m in range(rows):
+            row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
+            assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
+        some = c | {"slots": c["slots"].clone()}
+        some["slots"][1::3] = -1
+        live = some["slots"] >= 0
+        assert same_bits(whole[live], run_rope_attention(some, True, window=window)[0][live])
 
 
 @pytest.mark.sanitize
