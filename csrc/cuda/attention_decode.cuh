@@ -144,8 +144,7 @@ struct Place {
     part = blockIdx.x, rank = F::kTeams > 1 ? warp / F::kChains : part % F::kCluster;
     warp %= F::kWarps / F::kTeams;
   }
-  // Of the block.
-  __device__ __forceinline__ int ring() const { return F::kTeams > 1 ? rank * F::kChains + warp : warp; }
+  __device__ __forceinline__ int ring() const { return threadIdx.x / kWarp; }  // of the block's
 };
 
 // Asks L2 for a warp's tiles of a short row, from number `tile` on; those of a long one would be gone from L2 before
@@ -173,9 +172,27 @@ __device__ __forceinline__ void prefetch_tiles(const PagedCache& cache, const Sh
   }
 }
 
-// Where the row stands, with its first tiles on their way. That may change until the wait; a guess from before it is
-// right but for the step after a change, and what it was used for then is done again. It is read around L1, which would
-// keep it.
+// Where the row stands, with its first tiles on their way. What the kernel ahead wrote is asked for before them.
+template <class F, bool kFused>
+__device__ __forceinline__ Share<F> begin_late(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
+                                               int most_groups, uint32_t tiles, RawHeads<F>& raw, int& pages) {
+  dependency_wait();
+  const int slot = a.cache.slots[at.row], position = a.cache.positions[at.row];
+  if constexpr (kFused) raw.read(a, at.row, at.first_head, at.heads, at.kv_head);
+  const auto share = Share<F>::template of<kFused>(a, at.row, slot, position, most_groups);
+  if (share.idle()) return share;
+  const Ring<F> ring(tiles, a.cache, slot, at.kv_head, share.end, kFused && share.newest(), at.ring(), at.lane);
+  const int first = share.begin + at.warp * kTile;
+  if (!share.empty()) pages = ring.pages(first);
+  if constexpr (kFused) raw.read_angles(a, head_args, position);
+  ring.fill(first, pages);
+  prefetch_tiles<F>(a.cache, share, at, pages, Ring<F>::kUnits / 2);
+  return share;
+}
+
+// The same of a block that may start before the kernel ahead has ended. It may change until the wait; a guess from
+// before it is right but for the step after a change, and what it was used for then is done again. It is read around
+// L1, which would keep it.
 template <class F, bool kOptions, bool kFused>
 __device__ __forceinline__ Share<F> begin(const AttentionArgs& a, const HeadArgs& head_args, const Place<F>& at,
                                           int most_groups, uint32_t tiles, RawHeads<F>& raw, int& pages) {
@@ -190,24 +207,12 @@ __device__ __forceinline__ Share<F> begin(const AttentionArgs& a, const HeadArgs
   const auto ask_pages = [&] {
     if (!share.empty()) pages = ring().pages(share.begin + at.warp * kTile);
   };
-  if constexpr (F::kLate) {  // what is waited for is asked for first
-    dependency_wait();
-    const int slot = a.cache.slots[at.row], position = a.cache.positions[at.row];
-    if constexpr (kFused) raw.read(a, at.row, at.first_head, at.heads, at.kv_head);
-    share = Share::template of<kFused>(a, at.row, slot, position, most_groups);
-    if (share.idle()) return share;
-    ask_pages();
-    if constexpr (kFused) raw.read_angles(a, head_args, position);
-    ring().fill(share.begin + at.warp * kTile, pages);
-    prefetch_tiles<F>(a.cache, share, at, pages, Ring<F>::kUnits / 2);
-    return share;
-  }
   if (guesses) {
     const int guess = __ldcg(a.cache.positions + at.row);
     share = Share::template of<true>(a, at.row, guess < a.cache.capacity() ? __ldcg(a.cache.slots + at.row) : -1, guess,
                                      most_groups);
     ask_pages();
-    if (!share.idle()) {
+    if (!share.empty()) {
       prefetch_tiles<F>(a.cache, share, at, pages, 0);
       if constexpr (kFused) raw.read_angles(a, head_args, share.position);
       if (kEarly) ring().fill(share.begin + at.warp * kTile, pages);
@@ -230,7 +235,7 @@ __device__ __forceinline__ Share<F> begin(const AttentionArgs& a, const HeadArgs
     share = Share::template of<true>(a, at.row, slot, position, most_groups);
     ask_pages();
     if constexpr (kFused)
-      if (!share.idle()) raw.read_angles(a, head_args, share.position);
+      if (!share.empty()) raw.read_angles(a, head_args, share.position);
     asked = false;
   }
 }
@@ -515,8 +520,14 @@ __global__ void __launch_bounds__(F::kWarps* kWarp, F::kBlocks)
     __syncwarp();
     RawHeads<F> raw;
     int pages{};  // of this warp's first tiles, one a lane
-    const Share<F> share =
-        begin<F, kOptions, kFused>(a, head_args, at, launched.most_groups, shared_address(storage), raw, pages);
+    const Share<F> share = [&] {
+      const uint32_t tiles = shared_address(storage);
+      if constexpr (F::kLate) {
+        return begin_late<F, kFused>(a, head_args, at, launched.most_groups, tiles, raw, pages);
+      } else {
+        return begin<F, kOptions, kFused>(a, head_args, at, launched.most_groups, tiles, raw, pages);
+      }
+    }();
     if (!share.idle()) {
       attend_share<F, kOptions, kFused>(a, head_args, launched, at, share, raw, pages, storage, prepared, received);
     } else if (share.plan.length == 0 && at.part == 0) {
@@ -730,7 +741,8 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   const Division division = Division::of<T>(a, chosen);
   const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - chosen.fixed;
   const int64_t blocks = a.rows * division.per_row * division.blocks;
-  const bool several = a.rows > 1 ? chosen.parts > 1 : blocks > device_attribute(cudaDevAttrMultiProcessorCount);
+  const bool several =
+      a.rows > 1 ? chosen.parts > 1 : sizeof(T) == 1 && blocks > device_attribute(cudaDevAttrMultiProcessorCount);
   if (several && chosen.cluster == 1 && division.further == 0)  // longer rows' rest wants room
     chosen.bytes = std::min(most, evenly(chosen, blocks));
   allow_shared_memory(chosen.kernel, most, what);
@@ -755,7 +767,7 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
     const Launched launched{
         first, static_cast<int>(rows), division.head_groups, division.most_groups, division.partials, starts_next};
     check(cudaLaunchKernelEx(&config, chosen.kernel, a, head_args, launched), what());
-    last_launch = {chosen.bytes, starts_next, starts_next && chosen.deals() && a.rows == 1};
+    last_launch = {chosen.bytes, starts_next, starts_next && chosen.deals()};
   });
 }
 

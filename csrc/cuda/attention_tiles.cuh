@@ -107,7 +107,6 @@ template <class S, class T>
 using ShortForm = Form<S, T, 4 * 12672, kGroup, 4>;
 // A short row of many KV heads, whose parts would be more blocks than there are multiprocessors: so few that all fit
 // beside the linears at once (measured with 32 heads). Three, since an H200 has room for 30 clusters of four, not 33.
-// Or a few short rows, whose parts would be more blocks than find room (three a multiprocessor).
 template <class S, class T>
 using DealtForm = Form<S, T, 64 << 10, 3, 4, 3>;
 // One row that may be long: no clusters, which would crowd some parts of the device and leave others empty, and no two

@@ -160,8 +160,9 @@ __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* globa
 }
 
 // The same with a hint for L2, as createpolicy makes it on Hopper. What is not read again soon leaves first, so that
-// tables, code and what kernels hand on stay. `shared` shall be no sum with a term that is the same in all lanes: ptxas
-// 13.0 encodes that, beside a hint, as an instruction that does not exist.
+// tables, code and what kernels hand on stay. Where ptxas 13.0 makes `shared` the sum of a uniform and another
+// register, it encodes an instruction that does not exist: seen once (linear_large.cuh), where the sum is made by `|`
+// since.
 constexpr uint64_t kEvictNormal{0x1000000000000000}, kEvictFirst{0x12f0000000000000};
 __device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global, uint64_t hint) {
   if constexpr (kArchitecture == 90) {

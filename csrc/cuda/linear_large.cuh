@@ -293,7 +293,7 @@ struct LargeRing {
       const int strip = min(c.first_strip + i + copier, a.strips - 1);
       const uint32_t at = own + (i + copier) * Shape::kRing * kChunkWeights;
       if constexpr (Format<F>::kInteger) {
-        const uint32_t of_lane = at | lane * 16;  // no sum: copy_async_16
+        const uint32_t of_lane = at | lane * 16;  // no sum (copy_async_16)
         const uint8_t* const from =
             a.data + (static_cast<int64_t>(strip) * a.steps + c.stage) * Shape::kStripBytes + lane * 16;
 #pragma unroll
