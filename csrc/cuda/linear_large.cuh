@@ -114,6 +114,7 @@ template <WeightFormat F, bool Grouped, int D, int Rows, bool Keeps,
           int Warps = large_warps(F, D, Grouped, Rows, Keeps), int RecordBytes = 0>
 struct LargeShape {
   static constexpr int kWarps{Warps};
+  static constexpr bool kGrouped{Grouped};
   static constexpr bool kTwoForms{large_two_forms(F, D, Grouped, Rows)};
   static constexpr LargeLayout kLayout{
       large_layout(F, D, Grouped, Rows, kWarps, Keeps, kArchitecture == 0 ? 90 : kArchitecture, RecordBytes)};
@@ -286,7 +287,8 @@ struct LargeRing {
                                                int copier) const {
     const DecodeArgs& a = g.a;
     static_assert(Shape::kLayout.weights_at % 512 == 0 && kChunkWeights % 512 == 0);
-    const uint64_t hint = g.p.token_tiles == 1 ? kEvictFirst : kEvictNormal;  // else other blocks take them, too
+    // Else other blocks take them, too. Not of groups, where a whole model's ids were others with it: why is not known.
+    const uint64_t hint = g.p.token_tiles == 1 ? kEvictFirst : kEvictNormal;
     const uint32_t own = base + Shape::kLayout.weights_at + to * kChunkWeights;
 #pragma unroll
     for (int i = 0; i < Shape::kWarps; i += kCopyWarps) {
@@ -301,7 +303,11 @@ struct LargeRing {
           if (stage >= c.stages()) continue;
 #pragma unroll
           for (int j = stage * Shape::kStripBytes; j < (stage + 1) * Shape::kStripBytes; j += kWarp * 16) {
-            copy_async_16(of_lane + j, from + j, hint);
+            if constexpr (Shape::kGrouped) {
+              copy_async_16(at + lane * 16 + j, from + j);
+            } else {
+              copy_async_16(of_lane + j, from + j, hint);
+            }
           }
         }
       } else {  // 8 lanes to the 128 bytes of a row, odd rows with their halves swapped; rows beyond N repeat the last
