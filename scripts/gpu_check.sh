@@ -11,11 +11,11 @@
 #   peers, vllm-folders  need --vllm DIR, with run_vllm.py and vLLM's site.tar.xz
 # With --wheel FILE, one of `make wheel`, build installs that: the tests' result is then also the wheel's. With --data
 # DIR tests find the real checkpoints and text that some of them read. With --only "PATH...", tests are those of these
-# files and folders; each file's result is recorded with its tree, and files that did not run keep theirs. With --again
-# DIR, which has the tests*.xml and schedules.xml of a run of the same tree, tests and schedules run what failed there
-# alone and count the rest of that run too; the record says how many ran again. Results collect in out/gpu_check/ until
-# `record` writes them to benchmarks/h200/*.json (or --record DIR) and, of a wheel's whole run, benchmarks/wheel.json;
-# rows that were not measured again stay there.
+# files and folders; each file's result is recorded with its tree, and files that did not run keep theirs; where time
+# was up before the end, all of that run's say "cut off". With --again DIR, which has the tests*.xml and schedules.xml
+# of a run of the same tree, tests and schedules run what failed there alone and count the rest of that run too; the
+# record says how many ran again. Results collect in out/gpu_check/ until `record` writes them to benchmarks/h200/*.json
+# (or --record DIR) and, of a wheel's whole run, benchmarks/wheel.json; rows that were not measured again stay there.
 # HASHES is "csrc=... runtime=... models=...". A part that fails does not keep the next from running; with --limit S all
 # end after S seconds, and what was measured by then stays. After `build`, parts may run side by side on different cards
 # (CUDA_VISIBLE_DEVICES), but not two that measure; convert, e2e and families take all cards there are, tests and
@@ -88,16 +88,16 @@ left() {  # seconds for a script that ends by itself: of all parts, at most of t
   echo $((all > 580 ? 580 : all > 1 ? all : 1))
 }
 
-bounded() {  # a command, until the time of all parts is up
+bounded() {  # a command, until the time of all parts is up; $signal: what it is told then
   local all=$((limit - SECONDS))
-  timeout --kill-after=10 $((all > 1 ? all : 1)) "$@"
+  timeout --signal="${signal:-TERM}" --kill-after=10 $((all > 1 ? all : 1)) "$@"
 }
 
 build() {  # for the card that is present, or from a wheel for all; into a folder of its own
   $python -c "import compressed_tensors, transformers, xdist"  # what the tests need, before minutes are spent
   rm -rf "$site" && mkdir -p "$site"
   local other
-  rm -f "$state/wheel.txt" "$state"/tests*.xml
+  rm -f "$state/wheel.txt" "$state"/tests*.{xml,cut}
   $python -m pip install -q --no-build-isolation --no-deps --no-index --target "$site" "${wheel:-.}"
   if [[ -n $wheel ]]; then
     other=$(diff -rq -x __pycache__ runtime "$site/nibblelm" | grep -v "^Only in $site/nibblelm" || true)
@@ -108,16 +108,19 @@ build() {  # for the card that is present, or from a wheel for all; into a folde
 }
 
 gpu_tests() {  # $1: name of the results; the rest: what to run, in place of which comes what failed in `again`
-  local name=$1 what=("${@:2}")
-  rm -f "$state/$name.again.xml"
+  local name=$1 what=("${@:2}") status=0
+  rm -f "$state/$name".{again.xml,again.cut,cut}
   if [[ -n $again ]]; then
     cp "$again/$name.xml" "$state/$name.xml"
     mapfile -t what < <(failed_in "$again/$name.xml")
     [[ ${#what[@]} -gt 0 ]] || return 0
     name+=.again
   fi
-  OMP_NUM_THREADS=1 bounded $python -m pytest -q -n $(($(nproc) - 1)) -p no:cacheprovider -m gpu \
-    ${data:+--data "$data"} $([[ $1 != schedules ]] || echo --schedules 500) --junitxml="$state/$name.xml" "${what[@]}"
+  signal=INT OMP_NUM_THREADS=1 bounded $python -m pytest -q -n $(($(nproc) - 1)) -p no:cacheprovider -m gpu \
+    ${data:+--data "$data"} $([[ $1 != schedules ]] || echo --schedules 500) --junitxml="$state/$name.xml" \
+    "${what[@]}" || status=$?
+  [[ $status != 124 ]] || touch "$state/$name.cut"  # interrupted, it has written what it ran
+  return $status
 }
 
 failed_in() {
@@ -297,6 +300,8 @@ state, record, tree = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 def outcomes(*paths):  # (file, case) -> how it ended
     found = {}
     for case in (case for path in paths for case in xml.parse(path).getroot().iter("testcase")):
+        if not (case.get("classname") or case.get("name")):
+            continue  # what was interrupted
         module = (case.get("classname") or case.get("name")).split(".")
         named = next((i for i, part in enumerate(module) if part.startswith("test_")), len(module) - 1) + 1
         file = "/".join(module[:named]) + ".py"
@@ -310,6 +315,7 @@ def outcomes(*paths):  # (file, case) -> how it ended
 def counted(*paths):  # file -> its counts
     again = outcomes(*filter(Path.exists, (path.with_suffix(".again.xml") for path in paths)))
     first, files = outcomes(*paths), {}
+    cut = {key[0] for path in paths if path.with_suffix(".cut").exists() for key in outcomes(path)}
     known = {key for key in first if key[1] or key[0] not in {file for file, *_ in again}}  # files that could be read now
     cases = {**{key: first[key] for key in known}, **again}
     for key, how in cases.items():
@@ -317,6 +323,8 @@ def counted(*paths):  # file -> its counts
         counts[how] += 1
         if key in again:
             counts["run again"] = counts.get("run again", 0) + 1
+        if key[0] in cut:
+            counts["cut off"] = True
     return files
 
 

@@ -236,6 +236,7 @@ def checks(record: dict[str, Any]) -> str:
     passed, failed, skipped = (sum(file[how] for file in files) for how in ("passed", "failed", "skipped"))
     older = sum(file["tree"] != record["tree"] for file in files)
     of = f" in {len(files)} files" + (f", {older} of them with an older tree" if older else "")
+    of += f", {cut} cut off" if (cut := sum("cut off" in file for file in files)) else ""
     cells = [["GPU tests", f"{passed} passed, {failed} failed, {skipped} skipped{of}"]]
     if cards := record.get("cards"):
         shown = f"{cards['passed']} passed, {cards['failed']} failed, {cards['skipped']} skipped"

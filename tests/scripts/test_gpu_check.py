@@ -101,6 +101,25 @@ def test_files_that_did_not_run_keep_their_results(check: Callable[..., Any], tm
     }
 
 
+SLOW = """
+import time
+import pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seconds", [0, 600])
+def test_that_takes(seconds): time.sleep(seconds)
+"""
+
+
+def test_what_ran_until_time_was_up_is_recorded(check: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_slow.py").write_text(SLOW)
+    result = check("--tree", TREE, "--limit", 8, "tests", "record")
+    assert "exit code 124" in result.stdout, result.stdout + result.stderr
+    files = json.loads((tmp_path / "benchmarks" / "h200" / "tests.json").read_text())["files"]
+    assert files == {"tests/test_slow.py": {"passed": 1, "failed": 0, "skipped": 0, "tree": TREE, "cut off": True}}
+
+
 def test_what_is_missing_is_named(check: Callable[..., Any]) -> None:
     for arguments, code, message in (
         (["peers"], 2, "pass --tree"),
