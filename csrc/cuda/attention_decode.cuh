@@ -758,7 +758,8 @@ void launch_decode(const AttentionArgs& a, const HeadArgs& head_args, const Laun
   config.attrs = chosen.cluster > 1 ? attributes : attributes + 1;
   config.numAttrs = (chosen.cluster > 1 ? 1 : 0) + (launch.programmatic ? 1 : 0);
   // One row's blocks, each beside one of the linears that were launched before, as those behind it mostly are; or those
-  // of a few rows, behind which a small kernel comes.
+  // of a few rows, behind which a small kernel comes that finds room beside them.
+  constexpr int kMostEarlyRows{8};
   const bool beside = division.blocks * division.per_row <= device_attribute(cudaDevAttrMultiProcessorCount) &&
                       fit_beside_last(chosen.bytes + chosen.fixed) > 0;
   const bool starts_next = kFused && overlaps(launch) && (a.rows == 1 ? beside : a.rows <= kMostEarlyRows);

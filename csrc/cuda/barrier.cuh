@@ -42,7 +42,7 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t
 #endif
 }
 
-// Makes a barrier's initialization visible to copies.
+// Makes a barrier's initialization visible to copies and to other blocks of the cluster.
 __device__ __forceinline__ void barrier_init_fence() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");

@@ -299,10 +299,6 @@ void allow_shared_memory(Kernel* kernel, int bytes, What what) {
         what());
 }
 
-// Up to so many rows a kernel before the decode kernel of linears may let it start before its own wait; of more rows
-// both together are slower.
-constexpr int kMostEarlyRows{8};
-
 // Whether the kernel that is launched next may start before this one has ended.
 inline bool overlaps(const Launch& launch) { return launch.programmatic && compiled_architecture() >= 90; }
 

@@ -19,32 +19,26 @@
 
 namespace nibblelm::cuda {
 
-// A prepared image on its way to shared memory by bulk copies: work starts when its first slice is there.
-struct ImageCopy {
-  static constexpr bool kBulk{kArchitecture >= 90};  // else the block copies it and waits
-  static constexpr bool kJoins{joins_blocks(kArchitecture)};
-  const DecodePlan& p;
-  uint32_t barriers;  // of every slice, and of the sums and scales
-  int extra;          // bytes that others copy beside the latter
+constexpr bool kJoins{joins_blocks(kArchitecture)};
 
-  __device__ __forceinline__ void init() const {
-    if (threadIdx.x != 0) return;
-#pragma unroll 1
-    for (int i = 0; i <= p.block_slices(); ++i) barrier_init(barriers + i * 8, 1);
-    barrier_init_fence();
+// Asks for the image of the block's part that others have prepared, where blocks are joined with the scales of both: a
+// group of copies. Bulk copies, a slice each with a barrier of its own, came later (1 us a layer of 5 to 16 rows).
+template <bool Joined>
+__device__ __forceinline__ void copy_image(const DecodeArgs& a, uint8_t* shared, int scale_bytes) {
+  const DecodePlan& p = a.plan;
+  const uint8_t* const from = a.images + (blockIdx.x & (p.parts() - 1)) * p.image_bytes;
+  const uint32_t to = shared_address(shared + p.image_at);
+#pragma unroll 4
+  for (int i = threadIdx.x * 16; i < p.image_bytes; i += kDecodeThreads * 16) copy_async_16(to + i, from + i);
+  if constexpr (Joined) {
+    const int i = threadIdx.x * 16, second = i >= scale_bytes ? scale_bytes : 0;
+    if (i < 2 * scale_bytes) {
+      copy_async_16(shared_address(shared + p.joined_scales_at) + i,
+                    a.images + (second > 0) * p.image_bytes + p.scales_at + i - second);
+    }
   }
-
-  // By the first warp, a lane for every slice and one for the rest. begin_of(slice): its start in the image.
-  template <class BeginOf>
-  __device__ __forceinline__ void start(const uint8_t* from, uint32_t to, BeginOf begin_of) const {
-    const int lane = threadIdx.x % kWarp, slices = p.block_slices();
-    if (lane > slices) return;
-    const int begin = lane == slices ? p.sums_at : begin_of(lane);
-    const int end = lane == slices ? p.image_bytes : begin_of(lane + 1);
-    barrier_arrive_expect(barriers + lane * 8, end - begin + (lane == slices ? extra : 0));
-    copy_bulk(to + begin, from + begin, end - begin, barriers + lane * 8);
-  }
-};
+  copy_async_commit();
+}
 
 // ---- kernel --------------------------------------------------------------------------------------------------
 
@@ -130,12 +124,10 @@ struct LinkAt {
 
 // The strips of one link, its image being in shared memory. refill(slot) asks for the next stage of the stream.
 template <WeightFormat F, bool Grouped, int D, int C, bool Joined, Extras E, class Refill>
-__device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C, Joined, E>& at, RingAt& ring,
-                                             const ImageCopy& copy, Refill refill) {
+__device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C, Joined, E>& at, RingAt& ring, Refill refill) {
   using Fmt = Format<F>;
   using Tiles = Tile<F, Grouped, D, C>;
   using Reduce = LinkAt<F, Grouped, D, C, Joined, E>::Reduce;
-  constexpr bool kCopied{ImageCopy::kBulk && C > 1};
   constexpr int kStages{Stream<F, Grouped, C>::kStages};
   const DecodeArgs& a = at.a;
   const DecodePlan& p = a.plan;
@@ -207,7 +199,6 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C, Joined, E>
 #pragma unroll 1
       for (int i = 0; i < w.own; ++i) {
         const int slice = w.first_slice + i, stage = at.stage_at(slice);
-        if (kCopied && turn == 0) barrier_wait(copy.barriers + slice * 8, 0);
         Tiles tile;
         multiply_slice(tile, at.planes_of(slice), at.stage_at(slice + 1) - stage, stage * Fmt::kStageK);
         reduce.read(tile, value);
@@ -269,9 +260,8 @@ __device__ __forceinline__ void ask_for_records(const DecodeArgs& a) {
 template <WeightFormat F, bool Grouped, int D, int C, bool Joined, Extras E>
 __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     linear_decode_kernel(const __grid_constant__ DecodeChain chain) {
-  if constexpr (Joined && !ImageCopy::kJoins) return;  // never launched
+  if constexpr (Joined && !kJoins) return;  // never launched
   using Fmt = Format<F>;
-  constexpr bool kCopied{ImageCopy::kBulk && C > 1};
   using Ring = Stream<F, Grouped, C>;
   extern __shared__ __align__(16) uint8_t shared[];
   const DecodePlan& places = chain.links[0].plan;  // of rings and records
@@ -287,7 +277,7 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
   };
   if constexpr (Grouped) ask_for_records(chain.links[0]);
   stream.next_link();
-  constexpr bool kPaces{C <= kMostEarlyRows && (Fmt::kInteger || E != Extras::layer)};  // else no registers for it
+  constexpr bool kPaces{Fmt::kInteger || E != Extras::layer};  // else no registers for it
   const int at_once = !kPaces || !chain.paced ? Ring::kStages : chain.slowly ? 1 : Ring::kPaced;
 #pragma unroll 1
   for (int i = 0; i < at_once; ++i) refill(i);  // weights: the step does not change them
@@ -319,39 +309,25 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     const DecodeArgs& a = chain.links[C == 1 ? link : 0];
     const DecodePlan& p = a.plan;
     LinkAt<F, Grouped, D, C, Joined, E> at(a, link, shared);
-    uint8_t* const image = shared + p.image_at;
-    const int part_scales = p.block_slices() * C * 4;
-    const ImageCopy copy{p, shared_address(shared + p.image_barriers_at), Joined ? 2 * part_scales : 0};
-    const auto wait = [&] {
-      if (link == 0) {
-        dependency_wait();
-      } else if (waits_for(a)) {
-        grid.wait();
-      }
-      if (link == links - 1) dependency_release();
-    };
-    if constexpr (kCopied) {
-      copy.init();
-      if constexpr (Joined) barrier_init_fence();  // of those that other threads have made
-      __syncthreads();
-      if constexpr (Joined) cluster_arrive();
-      wait();
-      if (warp == 0) {
-        copy.start(a.images + at.part * p.image_bytes, shared_address(image), [&](int slice) {
-          return p.planes_at + p.planes_of(slice, 0, at.step_at(slice) - at.step_at(0), 0);
-        });
-        if (Joined && lane < 2) {
-          copy_bulk(shared_address(shared + p.joined_scales_at) + lane * part_scales,
-                    a.images + lane * p.image_bytes + p.scales_at, part_scales, copy.barriers + p.block_slices() * 8);
-        }
-      }
+    if constexpr (C > 1) {
+      if constexpr (Joined) barrier_init_fence(), cluster_arrive();
+      dependency_wait();
+      dependency_release();
+      copy_image<Joined>(a, shared, p.block_slices() * C * 4);
+      copy_async_wait<0>();
     } else {
-      prepare_image<F, Grouped, D, C, E>(a, image, shared + p.red_at, at.part, wait);
+      prepare_image<F, Grouped, D, E>(a, shared + p.image_at, shared + p.red_at, at.part, [&] {
+        if (link == 0) {
+          dependency_wait();
+        } else if (waits_for(a)) {
+          grid.wait();
+        }
+        if (link == links - 1) dependency_release();
+      });
     }
     __syncthreads();
-    if constexpr (kCopied) barrier_wait(copy.barriers + p.block_slices() * 8, 0);
     if (Grouped && link + 1 < links) ask_for_records(chain.links[link + 1]);
-    compute_link<F, Grouped, D, C, Joined, E>(at, ring, copy, refill);
+    compute_link<F, Grouped, D, C, Joined, E>(at, ring, refill);
     if (link + 1 < links) waits_for(chain.links[link + 1]) ? grid.arrive() : __syncthreads();
   }
 }
@@ -367,7 +343,7 @@ void launch_decode(DecodeChain chain, const Launch& launch, const std::string& w
       launch_kernel(launch, text, linear_planes_kernel<F, Grouped, D, C, E>, dim3(a.plan.m), dim3(kDecodeThreads),
                     stage_row_bytes<F, D>(a), a);
     });
-    last_launch.starts_next = C <= kMostEarlyRows && overlaps(launch);
+    last_launch.starts_next = overlaps(launch);
   }
   chain.paced = last_launch.starts_next, chain.slowly = last_launch.slowly;
   int grid = 0, shared_bytes = 0;

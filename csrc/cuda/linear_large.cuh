@@ -83,13 +83,13 @@ struct TileRow {
   __device__ __forceinline__ void store_total(float total, float) const { g.totals[row] = total; }
 };
 
-// Two blocks a multiprocessor hide each other's latencies.
+// Of many rows, two blocks a multiprocessor hide each other's latencies (apart_bytes: of few).
 template <WeightFormat F, bool Grouped, int D, Extras E>
 __global__ void __launch_bounds__(kDecodeThreads, 2) linear_tiles_kernel(const __grid_constant__ LargeArgs g) {
   extern __shared__ __align__(16) uint8_t stage[];
   __shared__ RowScratch<D> scratch;
-  prepare_to_memory<F, Grouped, D, E, true>(g.a, WarpShare(g.a, 0, g.a.plan.slices_log), scratch,
-                                            TileRow<F, Grouped, D>{g, static_cast<int>(blockIdx.x)}, stage);
+  prepare_to_memory<F, Grouped, D, E>(g.a, WarpShare(g.a, 0, g.a.plan.slices_log), scratch,
+                                      TileRow<F, Grouped, D>{g, static_cast<int>(blockIdx.x)}, stage);
   if (blockIdx.x == 0 && g.p.shared > 0) {
     for (int i = threadIdx.x; i < g.p.blocks * g.p.strips; i += kDecodeThreads) *handed_at(g, 0, i) = 0;
   }
@@ -114,13 +114,14 @@ template <WeightFormat F, bool Grouped, int D, int Rows, bool Keeps,
           int Warps = large_warps(F, D, Grouped, Rows, Keeps), int RecordBytes = 0>
 struct LargeShape {
   static constexpr int kWarps{Warps};
-  static constexpr bool kGrouped{Grouped};
   static constexpr bool kTwoForms{large_two_forms(F, D, Grouped, Rows)};
   static constexpr LargeLayout kLayout{
       large_layout(F, D, Grouped, Rows, kWarps, Keeps, kArchitecture == 0 ? 90 : kArchitecture, RecordBytes)};
   static constexpr bool kOne{kOneSum<F, Grouped, D>};
   static constexpr int kScaleBytes{large_scale_bytes(F, Rows, Keeps)}, kRecordBytes{RecordBytes};
   static constexpr int kRing{kLayout.ring < 2 ? 2 : kLayout.ring};  // where less fits the launcher takes another one
+  // Chunks of weights before x is there: so few that what prepares it has memory for itself soon.
+  static constexpr int kEarly{kRing < 3 ? kRing : 3};
   static constexpr int kThreads{(kWarps + large_copy_warps(kArchitecture)) * kWarp};
   static constexpr int kCopyRegisters{!Format<F>::kInteger ? 40 : kWarps == 8 ? 24 : 32};
   // Of a thread of those with strips, when the copying ones have given away theirs: as many as were launched with.
@@ -262,8 +263,9 @@ struct LargeRing {
   }
   __device__ __forceinline__ void produce(const LargeArgs& g, int copier) {
     LargeChunks<F, Shape> ahead(g, share), first_tiles = ahead;
+    // Weights, which the step does not change.
 #pragma unroll 1
-    for (int i = 0; i < Shape::kRing && ahead.left > 0; ++i) {  // weights: the step does not change them
+    for (int i = 0; i < Shape::kEarly && ahead.left > 0; ++i) {
       copy_weights(g, ahead, i, copier);
       ahead.next(g, share);
     }
@@ -271,6 +273,10 @@ struct LargeRing {
     dependency_release();
 #pragma unroll 1
     for (int i = 0; i < Shape::kRing && first_tiles.left > 0; ++i) {
+      if (i >= Shape::kEarly) {
+        copy_weights(g, ahead, i, copier);
+        ahead.next(g, share);
+      }
       copy_tiles(g, first_tiles, i, copier);
       first_tiles.next(g, share);
     }
@@ -287,7 +293,7 @@ struct LargeRing {
                                                int copier) const {
     const DecodeArgs& a = g.a;
     static_assert(Shape::kLayout.weights_at % 512 == 0 && kChunkWeights % 512 == 0);
-    // Else other blocks take them, too. Not of groups, where a whole model's ids were others with it: why is not known.
+    // Else other blocks take them, too.
     const uint64_t hint = g.p.token_tiles == 1 ? kEvictFirst : kEvictNormal;
     const uint32_t own = base + Shape::kLayout.weights_at + to * kChunkWeights;
 #pragma unroll
@@ -303,11 +309,7 @@ struct LargeRing {
           if (stage >= c.stages()) continue;
 #pragma unroll
           for (int j = stage * Shape::kStripBytes; j < (stage + 1) * Shape::kStripBytes; j += kWarp * 16) {
-            if constexpr (Shape::kGrouped) {
-              copy_async_16(at + lane * 16 + j, from + j);
-            } else {
-              copy_async_16(of_lane + j, from + j, hint);
-            }
+            copy_async_16(of_lane + j, from + j, hint);
           }
         }
       } else {  // 8 lanes to the 128 bytes of a row, odd rows with their halves swapped; rows beyond N repeat the last
@@ -1027,6 +1029,14 @@ void launch_large(const LargeArgs& g, const Launch& launch, const std::string& w
   }
 }
 
+// Shared memory of the blocks that prepare rows, where these are so few that each shall have a multiprocessor to itself
+// (1.5 us a layer of 32 rows).
+inline int apart_bytes(int rows) {
+  if (2 * rows > device_attribute(cudaDevAttrMultiProcessorCount)) return 0;
+  return std::min(device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / 2,
+                  device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - static_cast<int>(sizeof(RowScratch<3>)));
+}
+
 template <WeightFormat F>
 void launch_large_format(const LargeArgs& g, int planes, const Launch& launch, const std::string& what) {
   const auto text = [&] { return what; };
@@ -1034,7 +1044,7 @@ void launch_large_format(const LargeArgs& g, int planes, const Launch& launch, c
     if constexpr (large_compiled(F, D, Grouped, 64) || large_compiled(F, D, Grouped, 32)) {
       with_extras<kFloatActivations<F, D>>(extras_of(g.a), [&]<Extras E>() {
         launch_kernel(launch, text, linear_tiles_kernel<F, Grouped, D, E>, dim3(g.rows), dim3(kDecodeThreads),
-                      stage_row_bytes<F, D>(g.a), g);
+                      std::max(stage_row_bytes<F, D>(g.a), apart_bytes(g.rows)), g);
       });
     }
     const auto launch_rows = [&]<int Rows>() {

@@ -455,17 +455,14 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
 }
 
 // Row blockIdx.x to memory, in whatever form `to` gives it; `stage`: 2 K bytes of shared memory, unless x is fp32.
-// Early: the next kernel may start before the wait, since it takes longer to start than this one works.
-template <WeightFormat F, bool Grouped, int D, Extras E, bool Early, class To>
+// The next kernel may start before the wait, since it takes longer to start than this one works.
+template <WeightFormat F, bool Grouped, int D, Extras E, class To>
 __device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const WarpShare& share, RowScratch<D>& scratch,
                                                   const To& to, uint8_t* stage) {
   const int row = blockIdx.x;
   int* const sums = scratch.sums;
-  if constexpr (Early) dependency_release();
-  const auto wait = [] {
-    dependency_wait();
-    if constexpr (!Early) dependency_release();
-  };
+  dependency_release();
+  const auto wait = [] { dependency_wait(); };
   if (!kFloatActivations<F, D> && a.x_aligned && a.plan.row_rounds <= kMostRounds) {
     if constexpr (!kFloatActivations<F, D>) {
       a.plan.row_rounds == 1
@@ -485,7 +482,7 @@ __device__ __forceinline__ void prepare_to_memory(const DecodeArgs& a, const War
   }
 }
 
-// Shared memory of a kernel that calls it: none for a short row, or there would be no room beside the block ahead.
+// Shared memory that it needs: none for a short row, or there would be no room beside the block ahead.
 template <WeightFormat F, int D>
 int stage_row_bytes(const DecodeArgs& a) {
   const bool in_registers = a.x_aligned && a.plan.row_rounds <= kMostRounds;
@@ -506,16 +503,17 @@ __global__ void __launch_bounds__(kDecodeThreads, 2) linear_planes_kernel(const 
             begin = share.first / kStepK - first_step;
   const int at = p.planes_of(share.slice & (p.block_slices() - 1), row, begin, share.last / kStepK - first_step);
   uint8_t* const planes = image + p.planes_at + at - begin * kStepK * p.column_bytes;
-  prepare_to_memory<F, Grouped, D, E, (C <= kMostEarlyRows)>(
-      a, share, scratch, ImageRow<F, D, C>{planes, first_step * kStepK, image, row, a}, stage);
+  prepare_to_memory<F, Grouped, D, E>(a, share, scratch, ImageRow<F, D, C>{planes, first_step * kStepK, image, row, a},
+                                      stage);
 }
 
-// Waits for what has stored x and brings the block's image to shared memory; `scratch` there holds a RowScratch.
-template <WeightFormat F, bool Grouped, int D, int C, Extras E, class Wait>
+// Of one row: waits for what has stored x and brings the block's image to shared memory; `scratch` there holds a
+// RowScratch.
+template <WeightFormat F, bool Grouped, int D, Extras E, class Wait>
 __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* image, void* scratch, int part, Wait wait) {
   const DecodePlan& p = a.plan;
   RowScratch<D>& sums = *static_cast<RowScratch<D>*>(scratch);
-  if constexpr (C == 1 && !kFloatActivations<F, D>) {
+  if constexpr (!kFloatActivations<F, D>) {
     if (a.images == nullptr && p.row_rounds <= kMostRounds) {
       constexpr bool kShort{E != Extras::post};  // two norms of two rounds have no registers for them together
       const WarpShare share(a, 0, p.block_log);
@@ -532,7 +530,7 @@ __device__ __forceinline__ void prepare_image(const DecodeArgs& a, uint8_t* imag
     }
   }
   wait();
-  constexpr bool kLong{C == 1 && (D > 1 || !Format<F>::kInteger)};  // by one digit long rows are always prepared apart
+  constexpr bool kLong{D > 1 || !Format<F>::kInteger};  // by one digit long rows are always prepared apart
   if (kLong && a.images == nullptr) {
     const int first_column = slice_begin(part << p.block_log, p.slices_log, a.steps) * kStepK;
     const WarpShare share(a, part << p.block_log, p.block_log);

@@ -90,13 +90,7 @@ struct Stream {
     if (strips_left > 0) {
       if constexpr (Fmt::kInteger) {
 #pragma unroll
-        for (int i = 0; i < Fmt::kCopies; ++i) {
-          if constexpr (Grouped) {  // see LargeRing::copy_weights
-            copy_async_16(to + i * 512, from + i * 512);
-          } else {
-            copy_async_16(to + i * 512, from + i * 512, kEvictFirst);
-          }
-        }
+        for (int i = 0; i < Fmt::kCopies; ++i) copy_async_16(to + i * 512, from + i * 512, kEvictFirst);
       } else {
         const DecodeArgs& a = chain.links[C == 1 ? link : 0];
         const int column = (first_stage + slice_stages - stages_left) * 128 + lane % 8 * 16;

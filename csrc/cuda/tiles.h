@@ -105,7 +105,7 @@ struct DecodePlan {
   int planes_at, sums_at, scales_at, totals_at;  // in the image of a part; behind the totals units of integer sums
   int image_bytes;                               // a multiple of 16
   int record_slot;                               // bytes of records beside a stage of weights with groups
-  int records_at, barriers_at, image_at, red_at, image_barriers_at, joined_scales_at,
+  int records_at, barriers_at, image_at, red_at, joined_scales_at,
       shared_bytes;  // in shared memory, behind the ring of weights
 
   NIBBLELM_HOST_DEVICE int slices() const { return 1 << slices_log; }
@@ -115,7 +115,7 @@ struct DecodePlan {
   // Whether every slice's sums are delivered: with more rows than one, a warp that takes all of K has the result.
   NIBBLELM_HOST_DEVICE bool delivers() const { return m == 1 || parts_log > 0 || own_log < block_log; }
   // Where slice `slice` of row `row` starts in the planes, `begin` to `end` being its steps, counted in the part: the
-  // rows of a slice lie together, so that it is copied as a whole.
+  // rows of a slice lie together.
   NIBBLELM_HOST_DEVICE int planes_of(int slice, int row, int begin, int end) const {
     return m * (begin * kStepK * column_bytes + slice * plane_pad) +
            row * ((end - begin) * kStepK * column_bytes + plane_pad);
@@ -175,8 +175,7 @@ inline DecodePlan decode_layout(const LinearWeight& w, int planes, int m, int sl
   p.image_at = p.barriers_at + (m == 1 ? kMaxLinks : 1) * kLinkBarriers * 8;
   p.red_at = p.image_at + p.image_bytes;
   const int words = sums_row ? planes : 1;  // raw sums of every digit, or one float
-  p.image_barriers_at = p.red_at + (p.delivers() ? (kDecodeWarps << own_log) * depth * m * kStripRows * words * 4 : 0);
-  p.joined_scales_at = (p.image_barriers_at + (p.block_slices() + 1) * 8 + 15) / 16 * 16;
+  p.joined_scales_at = p.red_at + (p.delivers() ? (kDecodeWarps << own_log) * depth * m * kStripRows * words * 4 : 0);
   p.shared_bytes = p.joined_scales_at + (p.joined ? p.slices() * columns * 4 : 0);
   return p;
 }
