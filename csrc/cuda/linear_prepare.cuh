@@ -6,6 +6,7 @@
 #pragma once
 
 #include "linear_records.cuh"
+#include "linear_stream.cuh"
 #include "norm_sum.cuh"
 
 namespace nibblelm::cuda {
@@ -489,6 +490,21 @@ int stage_row_bytes(const DecodeArgs& a) {
   return kFloatActivations<F, D> || in_registers ? 0 : 2 * kStepK * a.steps;
 }
 
+// Asks L2 for what a ring takes first, of as many blocks of the linear as this kernel has: its last ones, which find no
+// room before this one's have ended.
+template <WeightFormat F, bool Grouped, int C>
+__device__ __forceinline__ void ask_for_late_rings(const DecodeArgs& a) {
+  const int block = a.plan.grid - 1 - static_cast<int>(blockIdx.x);
+  if (block < 0) return;
+  const WarpPart w = WarpPart::of<F, C>(a, block, a.plan.grid);
+  if (w.first_strip >= a.strips) return;
+  constexpr int kStage{Format<F>::kStageBytes};
+  const uint8_t* const from = a.data + (static_cast<int64_t>(w.first_strip) * a.stages + w.first_stage) * kStage;
+  const int bytes = min(w.stages, Stream<F, Grouped, C>::kStages) * kStage;
+#pragma unroll 1
+  for (int at = threadIdx.x % kWarp * 128; at < bytes; at += kWarp * 128) prefetch_l2(from + at);
+}
+
 // One block per row, for plans whose blocks copy their part's image instead of preparing it again. It fits beside a
 // block of the kernel ahead.
 template <WeightFormat F, bool Grouped, int D, int C, Extras E>
@@ -496,6 +512,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 2) linear_planes_kernel(const 
   extern __shared__ __align__(16) uint8_t stage[];
   __shared__ RowScratch<D> scratch;
   const DecodePlan& p = a.plan;
+  if constexpr (C == 8 && Format<F>::kInteger) ask_for_late_rings<F, Grouped, C>(a);
   const WarpShare share(a, 0, p.slices_log);
   const int part = share.slice >> p.block_log, row = blockIdx.x;
   uint8_t* const image = a.images + part * p.image_bytes;

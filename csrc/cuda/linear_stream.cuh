@@ -15,16 +15,20 @@ struct WarpPart {
 
   template <WeightFormat F, int C>
   __device__ __forceinline__ static WarpPart of(const DecodeArgs& a) {
+    return of<F, C>(a, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+  }
+  template <WeightFormat F, int C>
+  __device__ __forceinline__ static WarpPart of(const DecodeArgs& a, int block, int blocks) {
     constexpr int kStepStages{kStepK / Format<F>::kStageK};
     const DecodePlan& p = a.plan;
-    const int warp = threadIdx.x / kWarp, part = blockIdx.x & (p.parts() - 1), part_blocks = gridDim.x >> p.parts_log;
+    const int warp = threadIdx.x / kWarp, part = block & (p.parts() - 1), part_blocks = blocks >> p.parts_log;
     WarpPart w;
     w.me = warp & (p.strip_warps() - 1), w.sub = warp >> (p.block_log - p.own_log);
     w.own = C == 1 ? 1 : 1 << p.own_log, w.first_slice = w.me * w.own;
     const int slice = (part << p.block_log) + w.first_slice;
     w.begin = slice_begin(slice, p.slices_log, a.steps), w.first_stage = w.begin * kStepStages;
     w.stages = min(slice_begin(slice + w.own, p.slices_log, a.steps) * kStepStages, a.stages) - w.first_stage;
-    w.first_strip = (blockIdx.x >> p.parts_log) + w.sub * part_blocks, w.strip_step = part_blocks * p.block_strips;
+    w.first_strip = (block >> p.parts_log) + w.sub * part_blocks, w.strip_step = part_blocks * p.block_strips;
     return w;
   }
   __device__ __forceinline__ int strips(const DecodeArgs& a) const {  // how many it takes
