@@ -15,10 +15,10 @@ struct WarpPart {
 
   template <WeightFormat F, int C>
   __device__ __forceinline__ static WarpPart of(const DecodeArgs& a) {
-    return of<F, C>(a, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+    return of<F, C>(a, blockIdx.x, gridDim.x);
   }
   template <WeightFormat F, int C>
-  __device__ __forceinline__ static WarpPart of(const DecodeArgs& a, int block, int blocks) {
+  __device__ __forceinline__ static WarpPart of(const DecodeArgs& a, uint32_t block, uint32_t blocks) {
     constexpr int kStepStages{kStepK / Format<F>::kStageK};
     const DecodePlan& p = a.plan;
     const int warp = threadIdx.x / kWarp, part = block & (p.parts() - 1), part_blocks = blocks >> p.parts_log;
