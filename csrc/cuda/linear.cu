@@ -61,7 +61,7 @@ LaunchRows launch_rows(const LinearWeight& w, int planes, int m, bool aligned) {
   const auto fits = [&](int rows) { return plan_large_here(w, planes, rows, false).rows > 0; };
   if (m > kMaxDecodeRows && fits(std::min(m, kLargeChunk))) return {std::min(m, kLargeChunk), true};
   const DecodePlan plan = plan_here(w, planes, std::min(m, kMaxDecodeRows), aligned);
-  return {plan.m, large_is_faster(w, plan) && fits(plan.m)};
+  return {plan.m, large_is_faster(w, plan, device_attribute(cudaDevAttrMultiProcessorCount)) && fits(plan.m)};
 }
 
 }  // namespace

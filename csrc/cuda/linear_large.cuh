@@ -121,13 +121,14 @@ struct LargeShape {
   static constexpr int kScaleBytes{large_scale_bytes(F, Rows, Keeps)}, kRecordBytes{RecordBytes};
   static constexpr int kRing{kLayout.ring < 2 ? 2 : kLayout.ring};  // where less fits the launcher takes another one
   // Chunks of weights before x is there: so few that what prepares it has memory for itself soon.
-  static constexpr int kEarly{kRing < 3 ? kRing : 3};
+  static constexpr int kEarly{std::min(kRing, Rows == 16 ? 4 : 3)};
   static constexpr int kThreads{(kWarps + large_copy_warps(kArchitecture)) * kWarp};
   static constexpr int kCopyRegisters{!Format<F>::kInteger ? 40 : kWarps == 8 ? 24 : 32};
   // Of a thread of those with strips, when the copying ones have given away theirs: as many as were launched with.
   static constexpr int kLaunched{65536 / kThreads / 8 * 8 * kThreads};
   static constexpr int kRegisters{(kLaunched - 4 * kWarp * kCopyRegisters) / (kWarps * kWarp) / 8 * 8};
   static constexpr int kStripBytes{large_strip_bytes(F)};
+  static constexpr bool kSpares{large_spares(Rows, Grouped)};  // some of its warps may have no strip
   static constexpr int kChunk{large_chunk(F, D, Grouped, Rows)};
   static constexpr int kStepStages{kStepK * Format<F>::kPlaneBytes / 128};
 };
@@ -298,6 +299,7 @@ struct LargeRing {
     const uint32_t own = base + Shape::kLayout.weights_at + to * kChunkWeights;
 #pragma unroll
     for (int i = 0; i < Shape::kWarps; i += kCopyWarps) {
+      if (Shape::kSpares && i + copier >= g.p.strips) continue;
       const int strip = min(c.first_strip + i + copier, a.strips - 1);
       const uint32_t at = own + (i + copier) * Shape::kRing * kChunkWeights;
       if constexpr (Format<F>::kInteger) {
@@ -713,7 +715,7 @@ __device__ __forceinline__ void end_totals(const LargeArgs& g, const LargeWork& 
                                            int warp, int lane) {
   constexpr bool kOne{std::is_same_v<T, int>};
   const int strip = w.first_strip + warp, token = w.token_tile * Rows;
-  if (strip >= g.a.strips) return;
+  if (strip >= g.a.strips || warp >= g.p.strips) return;
   if (w.last_slice < g.p.slices()) {
     const int* const shifts = g.shifts + w.last_slice * g.p.padded_rows() + token + lane % 4 * 2;
 #pragma unroll
@@ -1052,8 +1054,8 @@ void launch_large_format(const LargeArgs& g, int planes, const Launch& launch, c
         if (g.p.rows == Rows) launch_large<F, Grouped, D, Rows>(g, launch, what);
       }
     };
-    launch_rows.template operator()<32>(), launch_rows.template operator()<64>();
-    launch_rows.template operator()<128>();
+    launch_rows.template operator()<16>(), launch_rows.template operator()<32>();
+    launch_rows.template operator()<64>(), launch_rows.template operator()<128>();
   });
 }
 

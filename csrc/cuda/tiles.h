@@ -223,10 +223,12 @@ inline DecodePlan plan_decode(const LinearWeight& w, int planes, int m, bool ali
 constexpr int kLargeChunk{2048};  // rows of x a launch takes: their digits stay in L2
 
 // Rows of x that a tile of the large kernel may have, and those it is compiled for: sums of more do not fit registers.
-constexpr int kLargeRows[]{32, 64, 128};
+constexpr int kLargeRows[]{16, 32, 64, 128};
 constexpr bool large_compiled(WeightFormat format, int planes, bool grouped, int rows, bool centred = false) {
+  const bool integer = format == WeightFormat::int4 || format == WeightFormat::int8;
+  if (rows == 16) return integer && planes == 2;  // else the decode kernel is as fast
   if (format == WeightFormat::f32 || rows < 32) return false;
-  if (format != WeightFormat::int4 && format != WeightFormat::int8) return planes == 1 && (rows == 64 || rows == 128);
+  if (!integer) return planes == 1 && (rows == 64 || rows == 128);
   if (planes == 3) return rows == 32;
   if (planes == 2) return rows <= (grouped && !centred ? 64 : 128);
   return rows == 64 || (rows == 128 && !grouped);
@@ -253,6 +255,9 @@ constexpr bool large_halves(WeightFormat format, int planes, bool grouped, int r
   return one_sum(format, planes, grouped) && rows == 128;
 }
 
+// Whether tiles may have fewer strips than a block has warps for them.
+constexpr bool large_spares(int rows, bool grouped) { return rows == 16 && !grouped; }
+
 // Whether linear_groups.cuh has the kernel for these groups, and its warps.
 constexpr bool large_centred(const LinearWeight& w, int planes) {
   return w.format == WeightFormat::int4 && w.group_size == 128 && w.scale_dtype != DType::f32 && !w.has_minimum &&
@@ -260,7 +265,7 @@ constexpr bool large_centred(const LinearWeight& w, int planes) {
 }
 constexpr int kCentredRecord{40};  // bytes of a record at most, which is 8-byte pieces
 constexpr int centred_warps(int rows, bool keeps_totals) {
-  return rows == 32 ? 16 : rows == 128 ? 8 : keeps_totals ? 12 : 16;
+  return rows <= 32 ? 16 : rows == 128 ? 8 : keeps_totals ? 12 : 16;
 }
 
 // Warps behind them, of which one copies: a warpgroup, where it can hand registers to the others.
@@ -351,11 +356,19 @@ inline double large_time(const LargePlan& p, int planes, int multiprocessors) {
   return p.parts_log == 0 ? time : time + 2 + waiting / 12e6;
 }
 
-// Whether the large kernel takes fewer rows than it is made for: where the decode kernel would share out K over four
-// blocks or more, adding up their sums costs more (14336 x 4096 at 16 rows, int4, 16.3 us for 21.1 on an H200; at 8
-// rows and four blocks, 28672 x 8192, 44.9 for 43.4). With two digits, as measured.
-inline bool large_is_faster(const LinearWeight& w, const DecodePlan& p) {
-  return w.integer() && p.column_bytes == 2 && p.m > kMaxDecodeRows / 2 && p.parts() >= 4;
+// Whether the large kernel takes fewer rows than it is made for. Where the decode kernel would share out K over four
+// blocks or more, adding up their sums costs more (14336 x 4096 at 16 rows, int4, 14.4 us for 21.1 on an H200; at 8
+// rows and four blocks, 28672 x 8192, 44.9 for 43.4). And where a round of its tiles takes all multiprocessors, as
+// those of the 8B's gate and up: there it is as fast alone, and a layer of 2 to 4 rows takes 2 to 3 us less, of 9 to 16
+// 1 to 5, of 5 to 8 1 more. With two digits, as measured.
+inline bool large_is_faster(const LinearWeight& w, const DecodePlan& p, int multiprocessors) {
+  if (!w.integer() || p.column_bytes != 2) return false;
+  const int rows = p.m, strips = (w.strips() + multiprocessors - 1) / multiprocessors;
+  const bool many = rows > kMaxDecodeRows / 2;
+  if (many && p.parts() >= 4) return true;
+  const bool one_round = strips >= 12 && strips <= 16;  // the strips of a block
+  const bool measured = w.format == WeightFormat::int4 && (w.group_size == 0 || large_centred(w, 2));
+  return measured && one_round && (many || rows == 2 || rows == 3 || rows == 4);
 }
 
 // For m rows of x, at most kLargeChunk; `rows` is 0 where shared memory does not hold a tile.
@@ -380,8 +393,14 @@ inline LargePlan plan_large(const LinearWeight& w, int planes, int m, int multip
     p.stages = w.steps() * (w.integer() ? 1 : 2);
     p.tile_bytes = large_tile_bytes(planes, rows, grouped ? w.group_size : 0);
     p.shared_bytes = layout.bytes;
-    p.row_tiles = (w.strips() + warps - 1) / warps;
     p.token_tiles = (m + rows - 1) / rows;
+    // Where the tiles are fewer than the multiprocessors, with less for each and all of them busy.
+    const int least_strips = (w.strips() + n - 1) / n;
+    if (large_spares(rows, grouped) && parts_log == 0 && p.token_tiles == 1 && least_strips < warps &&
+        4 * least_strips >= 3 * warps) {
+      p.strips = least_strips;
+    }
+    p.row_tiles = (w.strips() + p.strips - 1) / p.strips;
     p.token_magic = static_cast<uint32_t>((int64_t{1} << 32) / p.token_tiles + 1);
     const int tiles = p.tiles();
     if (parts_log > 0 && tiles >= n) return;

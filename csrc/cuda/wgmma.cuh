@@ -59,7 +59,7 @@ __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, int bytes
   return out;
 }
 
-// What an instruction's text and operands need for 32, 48, 64 and 128 registers of sums.
+// What an instruction's text and operands need for 8, 16, 32, 48, 64 and 128 registers of sums.
 #define NIBBLELM_TEXT_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NIBBLELM_TEXT_32 NIBBLELM_TEXT_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NIBBLELM_TEXT_48 NIBBLELM_TEXT_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
@@ -72,14 +72,16 @@ __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, int bytes
   NIBBLELM_TEXT_96                                                               \
   ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
   ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-#define NIBBLELM_SUMS_4(type, i) type(c[i][0]), type(c[i][1]), type(c[i][2]), type(c[i][3])
-#define NIBBLELM_SUMS_16(type, i) \
-  NIBBLELM_SUMS_4(type, i), NIBBLELM_SUMS_4(type, i + 1), NIBBLELM_SUMS_4(type, i + 2), NIBBLELM_SUMS_4(type, i + 3)
-#define NIBBLELM_SUMS_32(type) NIBBLELM_SUMS_16(type, 0), NIBBLELM_SUMS_16(type, 4)
-#define NIBBLELM_SUMS_48(type) NIBBLELM_SUMS_32(type), NIBBLELM_SUMS_16(type, 8)
-#define NIBBLELM_SUMS_64(type) NIBBLELM_SUMS_48(type), NIBBLELM_SUMS_16(type, 12)
-#define NIBBLELM_SUMS_96(type) NIBBLELM_SUMS_64(type), NIBBLELM_SUMS_16(type, 16), NIBBLELM_SUMS_16(type, 20)
-#define NIBBLELM_SUMS_128(type) NIBBLELM_SUMS_96(type), NIBBLELM_SUMS_16(type, 24), NIBBLELM_SUMS_16(type, 28)
+#define NIBBLELM_SUMS_OF_4(type, i) type(c[i][0]), type(c[i][1]), type(c[i][2]), type(c[i][3])
+#define NIBBLELM_SUMS_OF_16(type, i)                                                             \
+  NIBBLELM_SUMS_OF_4(type, i), NIBBLELM_SUMS_OF_4(type, i + 1), NIBBLELM_SUMS_OF_4(type, i + 2), \
+      NIBBLELM_SUMS_OF_4(type, i + 3)
+#define NIBBLELM_SUMS_16(type) NIBBLELM_SUMS_OF_16(type, 0)
+#define NIBBLELM_SUMS_32(type) NIBBLELM_SUMS_OF_16(type, 0), NIBBLELM_SUMS_OF_16(type, 4)
+#define NIBBLELM_SUMS_48(type) NIBBLELM_SUMS_32(type), NIBBLELM_SUMS_OF_16(type, 8)
+#define NIBBLELM_SUMS_64(type) NIBBLELM_SUMS_48(type), NIBBLELM_SUMS_OF_16(type, 12)
+#define NIBBLELM_SUMS_96(type) NIBBLELM_SUMS_64(type), NIBBLELM_SUMS_OF_16(type, 16), NIBBLELM_SUMS_OF_16(type, 20)
+#define NIBBLELM_SUMS_128(type) NIBBLELM_SUMS_96(type), NIBBLELM_SUMS_OF_16(type, 24), NIBBLELM_SUMS_OF_16(type, 28)
 #define NIBBLELM_WGMMA(shape, types, sums, a0, a1, a2, a3, b, add, rest, type)           \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" add                                  \
                ", 0;\n"                                                                  \
@@ -92,7 +94,11 @@ __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, int bytes
 template <bool Signed = false, int Tiles>
 __device__ __forceinline__ void wgmma(int (&c)[Tiles][4], const uint32_t (&a)[4], uint64_t descriptor, bool add_to) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (Tiles == 8 && Signed) {
+  if constexpr (Tiles == 4 && Signed) {
+    NIBBLELM_WGMMA("m64n32k32", "s32.s8.s8", 16, "16", "17", "18", "19", "20", "21", "", "+r");
+  } else if constexpr (Tiles == 4) {
+    NIBBLELM_WGMMA("m64n32k32", "s32.u8.s8", 16, "16", "17", "18", "19", "20", "21", "", "+r");
+  } else if constexpr (Tiles == 8 && Signed) {
     NIBBLELM_WGMMA("m64n64k32", "s32.s8.s8", 32, "32", "33", "34", "35", "36", "37", "", "+r");
   } else if constexpr (Tiles == 8) {
     NIBBLELM_WGMMA("m64n64k32", "s32.u8.s8", 32, "32", "33", "34", "35", "36", "37", "", "+r");

@@ -126,6 +126,31 @@ def test_sums_that_stay_integers(n: int, k: int, rows: tuple[int, ...], form: st
         assert torch.equal(ops.linear(x[:m], packed, None, 8), ops.linear(some, packed, None, 8)[:m]), m
 
 
+@pytest.mark.parametrize(("group", "form"), [(-1, "zero"), (-1, "minimum"), (128, "zero"), (128, "symmetric")])
+@pytest.mark.parametrize("strips", [12, 13, 16])
+def test_a_round_of_tiles(group: int, form: str, strips: int) -> None:
+    """Few rows where every multiprocessor has a tile of so many strips, which takes fewer than a block has warps for;
+    the last tile has fewer, and the last strip is cut."""
+    blocks = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    n, k = 16 * (strips * blocks - 3) - 5, 700 if strips == 12 else 704  # aligned or not
+    weight, truth = quantized(n, k, 4, group, form, torch.bfloat16)
+    packed = ops.pack_linear([weight], DEVICE)
+    x = activations(16, k, torch.bfloat16)
+    x[1, k // 2] *= 1000
+    x[2] = 0
+    bias = torch.randn(n, device=DEVICE)
+    want = torch.cat([ops.linear(row, packed, bias, 16) for row in x.split(1)])
+    for m in range(2, 17):
+        for wide in (True, False):
+            with cuda.wgmma(wide):
+                out = torch.full_like(want[:m], float("nan"))
+                ops.linear(x[-m:], packed, bias, 16, out)
+                assert torch.equal(out, want[-m:]), (m, wide)
+    got = ops.linear(x[:4], packed, None, 16, torch.empty(4, n, device=DEVICE)).double().cpu()
+    bound = digit_bound(x[:4], truth, float(weight.scale.max()) * 16, 16)
+    assert ((got - x[:4].double().cpu() @ truth.T).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])
 def test_the_smallest_scales(scale_dtype: torch.dtype) -> None:
     """Of which some kernels take a sixteenth."""
