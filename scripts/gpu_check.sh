@@ -119,7 +119,7 @@ gpu_tests() {  # $1: name of the results; the rest: what to run, in place of whi
   signal=INT OMP_NUM_THREADS=1 bounded $python -m pytest -q -n $(($(nproc) - 1)) -p no:cacheprovider -m gpu \
     ${data:+--data "$data"} $([[ $1 != schedules ]] || echo --schedules 500) --junitxml="$state/$name.xml" \
     "${what[@]}" || status=$?
-  [[ $status != 124 && $status != 137 ]] || touch "$state/$name.cut"  # interrupted, it has written what it ran
+  [[ $status != 124 && $status != 137 ]] || touch "$state/$name.cut"  # interrupted, it has written what it ran; killed, it may not have
   return $status
 }
 
