@@ -119,7 +119,8 @@ gpu_tests() {  # $1: name of the results; the rest: what to run, in place of whi
   signal=INT OMP_NUM_THREADS=1 bounded $python -m pytest -q -n $(($(nproc) - 1)) -p no:cacheprovider -m gpu \
     ${data:+--data "$data"} $([[ $1 != schedules ]] || echo --schedules 500) --junitxml="$state/$name.xml" \
     "${what[@]}" || status=$?
-  [[ $status != 124 && $status != 137 ]] || touch "$state/$name.cut"  # interrupted, it has written what it ran; killed, it may not have
+  # Interrupted, it has written what it ran; killed behind that, it may not have.
+  [[ $status != 124 && $status != 137 ]] || touch "$state/$name.cut"
   return $status
 }
 
