@@ -155,6 +155,8 @@ void with_format(WeightFormat format, Call call) {
   switch (format) {
     case WeightFormat::int4:
       return call.template operator()<WeightFormat::int4>();
+    case WeightFormat::int4_half:
+      return call.template operator()<WeightFormat::int4_half>();
     case WeightFormat::int8:
       return call.template operator()<WeightFormat::int8>();
     case WeightFormat::f16:
@@ -219,7 +221,9 @@ class ChainLauncher {
     const LinearWeight& w = steps_[0]->weight;
     std::string what = describe(w, planes_, chain_.links[0].plan.m);
     if (chain_.count > 1) what += " and " + std::to_string(chain_.count - 1) + " more";
-    with_format(w.format, [&]<WeightFormat F>() { launch_decode_format<F>(chain_, planes_, launch_, what); });
+    with_format(w.format, [&]<WeightFormat F>() {
+      if constexpr (F != WeightFormat::int4_half) launch_decode_format<F>(chain_, planes_, launch_, what);
+    });
     chain_.count = 0;
   }
 
@@ -288,7 +292,7 @@ class ChainLauncher {
     g.totals = reinterpret_cast<float*>(workspace + at.totals);
     g.shifts = reinterpret_cast<int*>(workspace + at.shifts);
     g.partials = reinterpret_cast<float*>(workspace + at.partials);
-    with_format(w.format, [&]<WeightFormat F>() {
+    with_format(g.p.format, [&]<WeightFormat F>() {
       if constexpr (F != WeightFormat::f32) launch_large_format<F>(g, planes, launch_, describe(w, planes, rows));
     });
   }

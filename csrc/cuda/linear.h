@@ -8,10 +8,19 @@
 
 namespace nibblelm::cuda {
 
-enum class WeightFormat : int { int4 = 0, int8 = 1, f16 = 2, bf16 = 3, f32 = 4 };
+// int4_half: int4 as the kernel for many rows multiplies it where multiplies_in_half says so, never a weight's own.
+enum class WeightFormat : int { int4 = 0, int8 = 1, f16 = 2, bf16 = 3, f32 = 4, int4_half = 5 };
+
+constexpr bool is_int4(WeightFormat format) {
+  return format == WeightFormat::int4 || format == WeightFormat::int4_half;
+}
+// Whether products are those of codes by digits, whose sums are exact.
+constexpr bool is_integer(WeightFormat format) { return format == WeightFormat::int4 || format == WeightFormat::int8; }
+// Whether weights are codes in strips, with records of their scales.
+constexpr bool is_codes(WeightFormat format) { return is_int4(format) || format == WeightFormat::int8; }
 
 inline const char* name(WeightFormat format) {
-  constexpr const char* kNames[]{"int4", "int8", "fp16", "bf16", "fp32"};
+  constexpr const char* kNames[]{"int4", "int8", "fp16", "bf16", "fp32", "int4"};
   return kNames[static_cast<int>(format)];
 }
 
@@ -62,7 +71,7 @@ struct LinearWeight {
   bool has_zero;  // otherwise the zero-point is 8 or 128, or 0 with a minimum
   bool has_minimum;
 
-  bool integer() const { return format == WeightFormat::int4 || format == WeightFormat::int8; }
+  bool integer() const { return is_integer(format); }
   int bits() const {
     return format == WeightFormat::int4 ? 4 : format == WeightFormat::int8 ? 8 : format == WeightFormat::f32 ? 32 : 16;
   }

@@ -22,7 +22,7 @@ namespace nibblelm::cuda {
 constexpr bool kJoins{joins_blocks(kArchitecture)};
 
 // Asks for the image of the block's part that others have prepared, where blocks are joined with the scales of both: a
-// group of copies. Bulk copies, a slice each with a barrier of its own, came later (1 us a layer of 5 to 16 rows).
+// group of copies. Bulk copies, a slice each with a barrier of its own, arrived later (1 us a layer of 5 to 16 rows).
 template <bool Joined>
 __device__ __forceinline__ void copy_image(const DecodeArgs& a, uint8_t* shared, int scale_bytes) {
   const DecodePlan& p = a.plan;

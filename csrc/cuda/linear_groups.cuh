@@ -1,22 +1,20 @@
-// The kernel for many rows of x and int4 weights in groups of 128 with scales of 16 bits, activations in two digits: as
-// linear_large.cuh, but zero-points are taken from the codes as they are unpacked and not from the sums, of which there
-// are eight times as many as in a tile of two digits. Where none are stored all are 8, and unpacking takes half as
-// much.
+// The kernel for many rows of x and int4 codes in groups of 128, which it multiplies in fp16: as linear_large.cuh, but
+// a group's sum has one instruction, where a sum of digits has three.
 #pragma once
 
+#include "linear_half.cuh"
 #include "linear_large.cuh"
 
 namespace nibblelm::cuda {
 
 template <int Rows, bool Keeps>
-using GroupsShape = LargeShape<WeightFormat::int4, true, 2, Rows, Keeps, centred_warps(Rows, Keeps), kCentredRecord>;
+using GroupsShape = LargeShape<WeightFormat::int4_half, true, 1, Rows, Keeps>;
 
 template <int Rows, bool Keeps, bool Wgmma>
 __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
     linear_groups_kernel(const __grid_constant__ LargeArgs g) {
-  constexpr WeightFormat F{WeightFormat::int4};
-  constexpr int D{2}, kTiles{Rows / 8}, kPasses{Rows > 64 || (Rows == 64 && !Keeps) ? 2 : 1},
-      kSums{D / kPasses * kTiles};
+  constexpr WeightFormat F{WeightFormat::int4_half};
+  constexpr int kTiles{Rows / 8};
   using Shape = GroupsShape<Rows, Keeps>;
   extern __shared__ __align__(1024) uint8_t shared[];
   const LargePlan& p = g.p;
@@ -36,72 +34,38 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
 #pragma unroll 1
       for (int slice = w.first_slice; slice < w.last_slice; ++slice) {
         const int of_slice = first_stage(slice + 1) - first_stage(slice);
-        // Zeros: zero-points are there; else all are 8, words are sixteen times the codes less that, and the scale a
-        // sixteenth: exact, as all of it.
         const auto multiply_group = [&]<bool First, bool Zeros>(bool last) {
           const uint32_t x = ring.tiles();
           ring.wait();
-          const uint32_t record = ring.record(ring.slot, warp);
-          const uint32_t scales_of_rows = load_shared<uint32_t>(record + lane / 4 * 4);
-          uint32_t words[4][4];
-          uint32_t bias[2];
-          if constexpr (Zeros) {
-            const int zeros = load_shared<ZeroPair<F>>(record + 2 * kStripRows + lane / 4);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) bias[i] = 0x80808080u - zero_of<F>(zeros, i) * 0x01010101u;
-          }
+          const HalfGroup group = HalfGroup::read<Zeros>(ring.record(ring.slot, warp), lane);
+          uint32_t words[2][4][4];
 #pragma unroll
           for (int u = 0; u < 2; ++u) {
             WeightPieces<F> pieces;
             pieces.read(ring.codes(), u, lane);
-            const uint32_t raw[4]{pieces.piece[0].x, pieces.piece[0].y, pieces.piece[0].z, pieces.piece[0].w};
+            unpack_half(pieces.piece[0], group, words[u]);
+          }
+          float acc[kTiles][4];
+          if constexpr (Wgmma) wgmma_fence();
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              uint32_t &low = words[2 * u][i], &high = words[2 * u + 1][i];
-              if constexpr (Zeros) {
-                low = ((raw[i] & 0x0f0f0f0fu) + bias[i % 2]) ^ 0x80808080u;
-                high = (((raw[i] & 0xf0f0f0f0u) >> 4) + bias[i % 2]) ^ 0x80808080u;
-              } else {
-                low = (raw[i] << 4 & 0xf0f0f0f0u) ^ 0x80808080u, high = (raw[i] & 0xf0f0f0f0u) ^ 0x80808080u;
-              }
+          for (int i = 0; i < 8; ++i) {
+            const int piece = i / 4 * Rows * 128;
+            if constexpr (Wgmma) {
+              wgmma<true>(acc, words[i / 4][i % 4], wgmma_advance(wgmma_descriptor(x), piece + i % 4 * 32), i > 0);
+            } else {
+              multiply_sync<F>(acc, words[i / 4][i % 4], x + piece, i % 4, i > 0, lane);
             }
           }
-          int acc[kSums][4];
-          [[maybe_unused]] const uint64_t descriptor = Wgmma ? wgmma_descriptor(x) : 0;
-#pragma unroll
-          for (int pass = 0; pass < kPasses; ++pass) {
-            constexpr int kPassBytes{D / kPasses * Rows * 128};
-            if constexpr (Wgmma) wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              if constexpr (Wgmma) {
-                wgmma<true>(acc, words[i], wgmma_advance(descriptor, i * 32 + pass * kPassBytes), pass + i > 0);
-              } else {
-                multiply_sync<F, true>(acc, words[i], x + pass * kPassBytes, i, pass + i > 0, lane);
-              }
-            }
-            if constexpr (Wgmma) wgmma_commit();
-            if constexpr (Wgmma) wgmma_wait<0>();
-            if (pass + 1 < kPasses) {  // high digits, then on top of them low ones
-#pragma unroll
-              for (int t = 0; t < kSums; ++t) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) acc[t][e] *= 256;
-              }
-            }
-          }
+          if constexpr (Wgmma) wgmma_commit();
+          if constexpr (Wgmma) wgmma_wait<0>();
           ring.next();
           if (!last || apart) ring.release();
           float scale[2];
-          unpack_pair(scales_of_rows, form.brain(), scale[0], scale[1]);
-          if constexpr (!Zeros) scale[0] *= 0.0625f, scale[1] *= 0.0625f;
+          unpack_pair(group.scales, form.brain(), scale[0], scale[1]);
 #pragma unroll
           for (int t = 0; t < kTiles; ++t) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const int raw = kPasses == 2 ? acc[t][e] : acc[t][e] * 256 + acc[kSums - kTiles + t][e];
-              sum[t][e] = fmaf(scale[e / 2], static_cast<float>(raw), First ? 0.0f : sum[t][e]);
-            }
+            for (int e = 0; e < 4; ++e) sum[t][e] = fmaf(scale[e / 2], acc[t][e], First ? 0.0f : sum[t][e]);
           }
         };
         const auto multiply_groups = [&]<bool Zeros>() {
@@ -130,7 +94,7 @@ __global__ void __launch_bounds__(GroupsShape<Rows, Keeps>::kThreads, 1)
         if (!apart) end_totals<F, true, Rows>(g, w, total, warp, lane);
       }
     }
-    if (apart) merge_slices<F, true, D, Shape::kWarps>(g, warp, lane);
+    if (apart) merge_slices<F, true, 1, Shape::kWarps>(g, warp, lane);
   });
 }
 
@@ -140,7 +104,7 @@ void launch_groups(const LargeArgs& g, const Launch& launch, const std::string& 
     const auto kernel = g.p.wgmma ? linear_groups_kernel<Rows, Keeps, true> : linear_groups_kernel<Rows, Keeps, false>;
     launch_kernel(launch, [&] { return what; }, kernel, dim3(g.p.blocks), dim3(g.p.threads), g.p.shared_bytes, g);
   };
-  if constexpr (centred_warps(Rows, true) != centred_warps(Rows, false)) {
+  if constexpr (large_two_forms(WeightFormat::int4_half, 1, true, Rows)) {
     if (g.p.parts() > 1) return launch_form.template operator()<false>();
   }
   launch_form.template operator()<true>();

@@ -1,8 +1,9 @@
-// The kernel of linear for more than 16 rows of x: tiles of 128 to 256 rows of W by `Rows` rows of x, weights unpacked
-// in registers, sums exact within a slice of K (or a group) and added as the decode kernel adds them.
+// The kernel of linear for many rows of x, and where it is faster for few: tiles of 128 to 256 rows of W by `Rows` rows
+// of x, weights unpacked in registers, sums exact within a slice of K (or a group) and added as the decode kernel adds
+// them.
 //
 // W is the operand that comes from registers, x the one in shared memory, so that 17 rows of x are padded to 32 and not
-// to 64. Every warp has a strip of 16 rows of W; the tile of x they share comes in stages of 128 bytes a column (128
+// to 64. A warp has a strip of 16 rows of W; the tile of x they share comes in stages of 128 bytes a column (128
 // digits, or 64 halves). One or two stages are a chunk, in a ring that warps of their own fill.
 //
 // Many tiles: the blocks take them in turn, or share out their slices evenly; then a tile between two blocks is begun
@@ -44,24 +45,24 @@ __device__ __forceinline__ void wait_for_flag(const int* flag) {
 // ---- rows of x as tiles ---------------------------------------------------------------------------------------
 
 // Where row `row` of x goes: a tile has `rows` columns for every plane, plane by plane, and in one stage 128 bytes of a
-// column; the digit sums of the stage's groups lie behind it.
+// column (codes in fp16: twice 128, of 64 columns of K each); the digit sums of the stage's groups lie behind it.
 template <WeightFormat F, bool Grouped, int D>
 struct TileRow {
   const LargeArgs& g;
   int row;
   int kSumStep{g.p.rows};
+  static constexpr int kPieceK{128 / Format<F>::kPlaneBytes}, kTileK{Format<F>::kCodes ? kStepK : kPieceK};
 
   __device__ __forceinline__ uint8_t* tile(int k) const {
-    constexpr int kTileK{128 / Format<F>::kPlaneBytes};
     return g.tiles + (static_cast<int64_t>(row / g.p.rows) * g.p.stages + k / kTileK) * g.p.tile_bytes;
   }
   using Place = int;  // the column
   __device__ __forceinline__ static Place place(int k) { return k; }
   __device__ __forceinline__ static Place further(Place from, int columns) { return from + columns; }
   __device__ __forceinline__ void store(Place k, const PlaneWords<F, D>& words) const {
-    constexpr int kWords{PlaneWords<F, D>::kWords}, kTileK{128 / Format<F>::kPlaneBytes};
-    const int in_row = row % g.p.rows, unit = k % kTileK / 32, quarter = k % 32 / 8;
-    uint8_t* const to = tile(k) + in_row * 128 + quarter * 4;
+    constexpr int kWords{PlaneWords<F, D>::kWords};
+    const int in_row = row % g.p.rows, unit = k % kPieceK / 32, quarter = k % 32 / 8;
+    uint8_t* const to = tile(k) + (k % kTileK / kPieceK * g.p.rows + in_row) * 128 + quarter * 4;
 #pragma unroll
     for (int d = 0; d < D; ++d) {
 #pragma unroll
@@ -108,29 +109,28 @@ __device__ __forceinline__ void barrier_arrive_copies(uint32_t barrier) {
 }
 
 // Of what the kernel is compiled for. Keeps: totals of slices; where there are two forms one does, one does not.
-// Warps: where they are not the usual ones. RecordBytes: of a group's record, at most, where records come through the
-// ring.
+// Warps: where they are not the usual ones.
 template <WeightFormat F, bool Grouped, int D, int Rows, bool Keeps,
-          int Warps = large_warps(F, D, Grouped, Rows, Keeps), int RecordBytes = 0>
+          int Warps = large_warps(F, D, Grouped, Rows, Keeps)>
 struct LargeShape {
   static constexpr int kWarps{Warps};
   static constexpr bool kTwoForms{large_two_forms(F, D, Grouped, Rows)};
   static constexpr LargeLayout kLayout{
-      large_layout(F, D, Grouped, Rows, kWarps, Keeps, kArchitecture == 0 ? 90 : kArchitecture, RecordBytes)};
+      large_layout(F, D, Grouped, Rows, kWarps, Keeps, kArchitecture == 0 ? 90 : kArchitecture)};
   static constexpr bool kOne{kOneSum<F, Grouped, D>};
-  static constexpr int kScaleBytes{large_scale_bytes(F, Rows, Keeps)}, kRecordBytes{RecordBytes};
+  static constexpr int kScaleBytes{large_scale_bytes(F, Rows, Keeps)}, kRecordBytes{large_record_bytes(F)};
   static constexpr int kRing{kLayout.ring < 2 ? 2 : kLayout.ring};  // where less fits the launcher takes another one
   // Chunks of weights before x is there: so few that what prepares it has memory for itself soon.
   static constexpr int kEarly{std::min(kRing, Rows == 16 ? 4 : 3)};
   static constexpr int kThreads{(kWarps + large_copy_warps(kArchitecture)) * kWarp};
-  static constexpr int kCopyRegisters{!Format<F>::kInteger ? 40 : kWarps == 8 ? 24 : 32};
+  static constexpr int kCopyRegisters{!Format<F>::kCodes ? 40 : kWarps == 8 ? 24 : 32};
   // Of a thread of those with strips, when the copying ones have given away theirs: as many as were launched with.
   static constexpr int kLaunched{65536 / kThreads / 8 * 8 * kThreads};
   static constexpr int kRegisters{(kLaunched - 4 * kWarp * kCopyRegisters) / (kWarps * kWarp) / 8 * 8};
   static constexpr int kStripBytes{large_strip_bytes(F)};
   static constexpr bool kSpares{large_spares(Rows, Grouped)};  // some of its warps may have no strip
   static constexpr int kChunk{large_chunk(F, D, Grouped, Rows)};
-  static constexpr int kStepStages{kStepK * Format<F>::kPlaneBytes / 128};
+  static constexpr int kStepStages{Format<F>::kCodes ? 1 : kStepK * Format<F>::kPlaneBytes / 128};
 };
 
 // Slices of the shared tiles that are a block's, counted over all of them; one thread divides for all.
@@ -302,7 +302,7 @@ struct LargeRing {
       if (Shape::kSpares && i + copier >= g.p.strips) continue;
       const int strip = min(c.first_strip + i + copier, a.strips - 1);
       const uint32_t at = own + (i + copier) * Shape::kRing * kChunkWeights;
-      if constexpr (Format<F>::kInteger) {
+      if constexpr (Format<F>::kCodes) {
         const uint32_t of_lane = at | lane * 16;  // no sum (copy_async_16)
         const uint8_t* const from =
             a.data + (static_cast<int64_t>(strip) * a.steps + c.stage) * Shape::kStripBytes + lane * 16;
@@ -557,11 +557,11 @@ struct LargeTile {
 // The lane's 16-byte pieces of two tensor-core products of a stage, 64 columns of codes or 32 of halves.
 template <WeightFormat F>
 struct WeightPieces {
-  static constexpr int kPieces{F == WeightFormat::int4 ? 1 : 2};
+  static constexpr int kPieces{Format<F>::kInt4 ? 1 : 2};
   uint4 piece[kPieces];
 
   __device__ __forceinline__ void read(uint32_t strip, int u, int lane) {
-    if constexpr (Format<F>::kInteger) {
+    if constexpr (Format<F>::kCodes) {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) piece[i] = load_shared<uint4>(strip + (u * kPieces + i) * 512 + lane * 16);
     } else {
@@ -588,7 +588,7 @@ struct WeightPieces {
 };
 
 // acc = or += a strip's words by product `i` of a stage (32 bytes of every column), by mma.sync.
-template <WeightFormat F, bool Signed = false, int Columns>
+template <WeightFormat F, int Columns>
 __device__ __forceinline__ void multiply_sync(typename Format<F>::Accumulator (&acc)[Columns][4],
                                               const uint32_t (&words)[4], uint32_t tile, int i, bool add_to, int lane) {
   const int g = lane / 4;
@@ -599,9 +599,9 @@ __device__ __forceinline__ void multiply_sync(typename Format<F>::Accumulator (&
     const uint2 b{load_shared<uint32_t>(row + t * 1024 + ((2 * i ^ g) << 4)),
                   load_shared<uint32_t>(row + t * 1024 + ((2 * i + 1 ^ g) << 4))};
     if constexpr (Format<F>::kInteger) {
-      mma<Signed>(acc[t], words, b);
+      mma(acc[t], words, b);
     } else {
-      mma<F == WeightFormat::f16>(acc[t], words, b);
+      mma<Format<F>::kHalf>(acc[t], words, b);
     }
   }
 }
@@ -1006,10 +1006,9 @@ void launch_groups(const LargeArgs& g, const Launch& launch, const std::string& 
 
 template <WeightFormat F, bool Grouped, int D, int Rows>
 void launch_large(const LargeArgs& g, const Launch& launch, const std::string& what) {
-  if constexpr (F == WeightFormat::int4 && Grouped && D == 2) {
-    if (g.p.centred) return launch_groups<Rows>(g, launch, what);
-  }
-  if constexpr (large_compiled(F, D, Grouped, Rows)) {
+  if constexpr (F == WeightFormat::int4_half) {
+    launch_groups<Rows>(g, launch, what);
+  } else {
     const auto launch_form = [&]<Groups G>() {
       if constexpr (large_two_forms(F, D, Grouped, Rows)) {
         if (g.p.parts() > 1) return launch_large<F, G, D, Rows, false>(g, launch, what);
@@ -1050,7 +1049,7 @@ void launch_large_format(const LargeArgs& g, int planes, const Launch& launch, c
       });
     }
     const auto launch_rows = [&]<int Rows>() {
-      if constexpr (large_compiled(F, D, Grouped, Rows, F == WeightFormat::int4 && D == 2)) {
+      if constexpr (large_compiled(F, D, Grouped, Rows)) {
         if (g.p.rows == Rows) launch_large<F, Grouped, D, Rows>(g, launch, what);
       }
     };

@@ -1,5 +1,5 @@
 // The kernel for many rows of x and int4 weights.
-#include "linear_groups.cuh"
+#include "linear_large.cuh"
 
 namespace nibblelm::cuda {
 

@@ -10,12 +10,13 @@ namespace nibblelm::cuda {
 
 template <WeightFormat F>
 struct Format {
-  static constexpr bool kInteger{F == WeightFormat::int4 || F == WeightFormat::int8};
+  static constexpr bool kInteger{is_integer(F)}, kCodes{is_codes(F)}, kInt4{is_int4(F)};
+  static constexpr bool kHalf{F == WeightFormat::f16 || F == WeightFormat::int4_half};  // products in fp16
   static constexpr int kStageBytes{stage_bytes(F)};
   static constexpr int kCopies{kStageBytes / 512};  // 16-byte copies of a lane for one stage
-  static constexpr int kStageK{kInteger ? kStepK : F == WeightFormat::f32 ? 32 : 64};
-  static constexpr int kPlaneBytes{kInteger ? 1 : 2};                 // of one element of a plane
-  static constexpr bool kScaled{kInteger || F == WeightFormat::f16};  // planes are x * 2^-e, e per slice and row
+  static constexpr int kStageK{kCodes ? kStepK : F == WeightFormat::f32 ? 32 : 64};
+  static constexpr int kPlaneBytes{kInteger ? 1 : 2};  // of one element of a plane
+  static constexpr bool kScaled{kInteger || kHalf};    // planes are x * 2^-e, e per slice and row
   using Accumulator = std::conditional_t<kInteger, int, float>;
 };
 
@@ -30,6 +31,19 @@ constexpr bool kDigitColumns{digit_columns(Format<F>::kInteger, D)};
 // number by powers of two, and one digit by int4 codes leaves room in int32 for shifts between them.
 template <WeightFormat F, bool Grouped, int D>
 constexpr bool kOneSum{one_sum(F, D, Grouped)};
+
+// Whether a slice's scale also keeps the sums of 128 activations so small that their products with codes less
+// zero-points, at most 15, add up to less than 2^24: exact in fp32 as in int32. It costs a bit where many activations
+// are as large as the largest.
+template <WeightFormat F, bool Grouped, int D>
+constexpr bool kBounded{F == WeightFormat::int4_half || (F == WeightFormat::int4 && Grouped && D == 2)};
+
+// Where it is bounded, the scale of a slice is that of the largest of these: a sixteenth of eight magnitudes' sum, or
+// of the largest of them as much as brings it to two digits (kOfLargest). Sixteen sums of eight are at most 2^24 / 15
+// then, a half for each rounding included; sixteenths, lest they overflow.
+constexpr float kTopOfEight{4367.0f}, kOfLargest{0.13435f};
+static_assert(kTopOfEight / kOfLargest <= 127.0f * 256 &&
+              15.0f * (16 * 16 * kTopOfEight * 1.000001f + 64) <= 16777216.0f);
 
 struct DecodeArgs {
   const uint8_t* data;
@@ -112,7 +126,9 @@ void launch_large_format(const LargeArgs& args, int planes, const Launch& launch
 template <WeightFormat F, class Call>
 void with_planes(int planes, bool grouped, Call call) {
   constexpr int kFewest{activation_planes(F, DType::bf16)}, kMost{activation_planes(F, DType::f32)};
-  if constexpr (Format<F>::kInteger) {
+  if constexpr (F == WeightFormat::int4_half) {
+    call.template operator()<true, 1>();
+  } else if constexpr (Format<F>::kInteger) {
     if (grouped) {
       planes == 1         ? call.template operator()<true, 1>()
       : planes == kFewest ? call.template operator()<true, kFewest>()
@@ -159,6 +175,17 @@ struct Chunk {
           __vmaxu2(__vmaxu2(word[0].x & kSigns, word[0].y & kSigns), __vmaxu2(word[0].z & kSigns, word[0].w & kSigns));
       return max(pair << 16, pair & 0xffff0000u);
     }
+  }
+
+  // What the slice's scale depends on.
+  template <bool Bounded>
+  __device__ __forceinline__ uint32_t range() const {
+    if constexpr (!Bounded) return largest();
+    float v[8], sum{0.0f};
+    unpack(v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(fabsf(v[i]), 0.0625f, sum);
+    return max(__float_as_uint(sum), __float_as_uint(__fmul_rn(__uint_as_float(largest()), kOfLargest)));
   }
 
   __device__ __forceinline__ void unpack(float (&v)[8]) const {
@@ -288,17 +315,22 @@ struct PlaneWords {
         sums[d] = __dp4a(static_cast<int>(plane[d][1]), 0x01010101, sums[d]);
       }
     } else {
-      using T = std::conditional_t<F == WeightFormat::f16, half, bf16>;
+      using T = std::conditional_t<Format<F>::kHalf, half, bf16>;
       float rest[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) rest[i] = v[i] * inverse;
+      for (int i = 0; i < 8; ++i) {
+        rest[i] = v[i] * inverse;
+        if constexpr (Format<F>::kCodes) rest[i] = rintf(rest[i]);  // of 8 significant bits or under 2^8: exact in fp16
+      }
 #pragma unroll
       for (int d = 0; d < D; ++d) {
         Vec<T> term;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-          term.v[i] = from_float<T>(rest[i]);
-          rest[i] -= to_float(term.v[i]);  // exact
+          // Of codes, columns 0 and 2, 1 and 3 of four are pairs, as they are unpacked.
+          T& own = term.v[Format<F>::kCodes && i % 4 % 3 != 0 ? i ^ 3 : i];
+          own = from_float<T>(rest[i]);
+          rest[i] -= to_float(own);  // exact
         }
         memcpy(plane[d], &term, sizeof(term));
       }
@@ -333,15 +365,19 @@ __device__ __forceinline__ int plane_offset(uint32_t k) {
 
 // The power of two that brings `largest` (the bits of a non-negative float) just under the top of the planes' range,
 // and its inverse in `scale`, which is NaN where an activation is infinite or NaN, so that the row's outputs are. A
-// single digit has no bit to lose: its factor brings `largest` to the very top.
-template <WeightFormat F, int D>
+// single digit has no bit to lose: its factor brings `largest` to the very top. Bounded: `largest` is what range()
+// gave.
+template <WeightFormat F, bool Bounded, int D>
 __device__ __forceinline__ float normalizer(uint32_t largest, float& scale) {
   if constexpr (Format<F>::kInteger && D == 1) {
     const float most = fmaxf(__uint_as_float(largest), 1e-30f);
     scale = largest >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : __fdiv_rn(most, 127.0f);
     return largest == 0 || largest >= 0x7f800000u ? 0.0f : __fdiv_rn(127.0f, most);
   }
-  constexpr float kTop{F == WeightFormat::f16 ? 32768.0f : D == 2 ? 127.0f * 256 : 127.0f * 65536};
+  constexpr float kTop{Bounded                  ? kTopOfEight
+                       : F == WeightFormat::f16 ? 32768.0f
+                       : D == 2                 ? 127.0f * 256
+                                                : 127.0f * 65536};
   // On the bits of floats: a difference of exponents, one less where the mantissa borrows; no division.
   constexpr uint32_t kOne{0x3f800000u}, kExponent{0x7f800000u}, kLeast{0x0da24260u};  // 1e-30
   const uint32_t inverse = (__float_as_uint(kTop) - max(largest, kLeast) + kOne) & kExponent;

@@ -19,7 +19,7 @@ template <int D>
 struct alignas(16) RowScratch {
   float steps[kMaxNormColumns / kStepK];  // of squares
   static_assert(kStepK == 8 * kNormLanes);
-  uint32_t largest[kDecodeWarps];
+  uint32_t largest[kDecodeWarps];  // what range() gave
   int sums[kMaxSlices * kGroupWords<D>];
   float scales[kMaxSlices];
 };
@@ -125,8 +125,8 @@ __device__ __forceinline__ float added_up(const Chunk<false>& chunk) {
   return sum;
 }
 
-// Brings bf16 activations of a row to the stage. Returns the largest magnitude.
-template <bool Aligned>
+// Brings bf16 activations of a row to the stage. Returns their range.
+template <bool Bounded, bool Aligned>
 __device__ __forceinline__ uint32_t stage_row(const DecodeArgs& a, const WarpShare& share, int row, uint8_t* stage) {
   constexpr int kHeld{4};  // loads under way together
   const int step = share.step();
@@ -144,7 +144,7 @@ __device__ __forceinline__ uint32_t stage_row(const DecodeArgs& a, const WarpSha
       if (first + i * step < share.last) {
         *reinterpret_cast<uint4*>(stage + 2 * (first + i * step)) = chunk[i].word[0];
       }
-      largest = max(largest, chunk[i].largest());
+      largest = max(largest, chunk[i].range<Bounded>());
     }
   }
   return largest;
@@ -187,7 +187,7 @@ __device__ __forceinline__ void emit(const DecodeArgs& a, int k, bool in, const 
   if (in) load(v);
   __syncwarp();  // neighbours have read what this lane may write over
   if (in) to.store(place, PlaneWords<F, D>(v, inverse, sum));
-  if constexpr (Grouped) {
+  if constexpr (Grouped && Format<F>::kInteger) {
     const int lanes = (1 << a.group_shift) / 8;
 #pragma unroll
     for (int d = 0; d < D; ++d) {
@@ -238,7 +238,7 @@ __device__ __forceinline__ float scale_slice(const DecodeArgs& a, const WarpShar
     if constexpr (kOneSum<F, Grouped, D>) {
       const uint32_t of_row = __reduce_max_sync(kAllLanes, scratch.largest[lane % kDecodeWarps]);
       const auto finer_of = [&](uint32_t of_slice) { return finer_by(of_row, of_slice, a.steps * kStepK); };
-      inverse = normalizer<F, D>(of_row, scale);
+      inverse = normalizer<F, false, D>(of_row, scale);
       const bool none = inverse == 0.0f;  // only zeros, or not finite
       const int finer = none ? 0 : finer_of(largest),
                 before = none || share.slice == 0 ? finer : finer_of(largest_of(share.slice - 1));
@@ -249,7 +249,7 @@ __device__ __forceinline__ float scale_slice(const DecodeArgs& a, const WarpShar
       }
       return inverse;
     } else {
-      inverse = normalizer<F, D>(largest, scale);
+      inverse = normalizer<F, kBounded<F, Grouped, D>, D>(largest, scale);
     }
   }
   if (share.sub == 0 && lane == 0) *to.scale(share.slice) = scratch.scales[share.slice] = scale;
@@ -281,7 +281,7 @@ __device__ __forceinline__ void prepare_row(const DecodeArgs& a, int row, const 
   if (kSummed) clear_sums(share, scratch, to, slice_sums);
   uint32_t largest{0};
   if constexpr (!kFloat) {
-    largest = stage_row<Aligned>(a, share, row, stage);
+    largest = stage_row<kBounded<F, Grouped, D>, Aligned>(a, share, row, stage);
   } else if constexpr (kScaled) {
 #pragma unroll 2
     for (int k = share.begin(); k < share.last; k += share.step()) {
@@ -438,7 +438,7 @@ __device__ __forceinline__ void prepare_short_row(const DecodeArgs& a, int row, 
   if constexpr (kScaled) {
     uint32_t largest{0};
 #pragma unroll
-    for (int r = 0; r < R; ++r) largest = max(largest, x[r].largest());
+    for (int r = 0; r < R; ++r) largest = max(largest, x[r].template range<kBounded<F, Grouped, D>>());
     largest = __reduce_max_sync(kAllLanes, largest);
     if (lane == 0) scratch.largest[warp] = largest;
     __syncthreads();

@@ -29,10 +29,10 @@ struct RecordForm {
   __device__ __forceinline__ bool brain() const { return (bits & 3) == static_cast<int>(DType::bf16); }
   __device__ __forceinline__ bool has_zero() const { return (bits & 4) != 0; }
   __device__ __forceinline__ bool has_minimum() const { return (bits & 8) != 0; }
-  __device__ __forceinline__ int default_zero() const { return has_minimum() ? 0 : F == WeightFormat::int4 ? 8 : 128; }
+  __device__ __forceinline__ int default_zero() const { return has_minimum() ? 0 : Format<F>::kInt4 ? 8 : 128; }
   __device__ __forceinline__ int zeros_at() const { return kStripRows * (wide() ? 4 : 2); }
   __device__ __forceinline__ int minimum_at() const {
-    return zeros_at() + (has_zero() ? F == WeightFormat::int4 ? 8 : 16 : 0);
+    return zeros_at() + (has_zero() ? Format<F>::kInt4 ? 8 : 16 : 0);
   }
 };
 
@@ -46,12 +46,12 @@ struct GroupAt {
 };
 
 template <WeightFormat F>
-using ZeroPair = std::conditional_t<F == WeightFormat::int4, uint8_t, uint16_t>;
+using ZeroPair = std::conditional_t<Format<F>::kInt4, uint8_t, uint16_t>;
 
 // The zero-points of rows r and r + 8.
 template <WeightFormat F>
 __device__ __forceinline__ int zero_of(int pair, int half) {
-  constexpr int kBits{F == WeightFormat::int4 ? 4 : 8};
+  constexpr int kBits{Format<F>::kInt4 ? 4 : 8};
   return pair >> half * kBits & ((1 << kBits) - 1);
 }
 
@@ -91,7 +91,7 @@ struct RowBits {
     };
     out.scale = word(record);
     if (form.has_minimum()) out.minimum = word(record + form.minimum_at());
-    if (form.has_zero()) out.zeros = record[form.zeros_at() + (F == WeightFormat::int4 ? row % 8 : at)];
+    if (form.has_zero()) out.zeros = record[form.zeros_at() + (Format<F>::kInt4 ? row % 8 : at)];
     return out;
   }
 
@@ -101,7 +101,7 @@ struct RowBits {
              : form.brain() ? __uint_as_float(bits << 16)
                             : __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
     };
-    const int zero = F == WeightFormat::int4 ? zeros >> row / 8 * 4 & 15 : zeros;
+    const int zero = Format<F>::kInt4 ? zeros >> row / 8 * 4 & 15 : zeros;
     return {value(scale), value(minimum), form.has_zero() ? zero : form.default_zero()};
   }
 };

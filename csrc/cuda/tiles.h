@@ -39,7 +39,7 @@ constexpr int kMostNormedRounds{2};      // of a normed row that a block of the 
 constexpr int kPreparedElements{32768};  // columns of one row from which one kernel prepares it for all blocks
 
 // Bytes of weights per warp that one wait and one refill handle: a step of codes, or 128 bytes of 16 rows.
-constexpr int stage_bytes(WeightFormat format) { return format == WeightFormat::int4 ? 1024 : 2048; }
+constexpr int stage_bytes(WeightFormat format) { return is_int4(format) ? 1024 : 2048; }
 
 // Slices of K: a function of K alone, so that the order of every floating-point sum is too. A slice has work for three
 // stages, or what a warp does once a strip would outweigh it (2048 x 16384 takes 8.7 us in slices of two).
@@ -70,7 +70,7 @@ constexpr int decode_columns(int m, bool digits) { return m == 1 ? 1 : digits &&
 // the activation.
 constexpr int activation_planes(WeightFormat format, DType x, bool eight_bits = false) {
   if (x == DType::f32) return format == WeightFormat::f16 ? 2 : 3;
-  return (format == WeightFormat::int4 || format == WeightFormat::int8) && !eight_bits ? 2 : 1;
+  return is_integer(format) && !eight_bits ? 2 : 1;
 }
 
 // Rounds of 8 activations that a thread of the block that prepares a row takes of its slice.
@@ -222,15 +222,22 @@ inline DecodePlan plan_decode(const LinearWeight& w, int planes, int m, bool ali
 
 constexpr int kLargeChunk{2048};  // rows of x a launch takes: their digits stay in L2
 
+// Whether the large kernel multiplies codes in fp16, less their zero-points: a sum of two digits takes it three
+// instructions, one in fp32 takes it one. The sums are the same, since both are exact (kBounded).
+constexpr bool multiplies_in_half(const LinearWeight& w, int planes) {
+  return w.format == WeightFormat::int4 && planes == 2 && w.group_size == kStepK && w.scale_dtype != DType::f32 &&
+         !w.has_minimum;
+}
+
 // Rows of x that a tile of the large kernel may have, and those it is compiled for: sums of more do not fit registers.
 constexpr int kLargeRows[]{16, 32, 64, 128};
-constexpr bool large_compiled(WeightFormat format, int planes, bool grouped, int rows, bool centred = false) {
-  const bool integer = format == WeightFormat::int4 || format == WeightFormat::int8;
-  if (rows == 16) return integer && planes == 2;  // else the decode kernel is as fast
-  if (format == WeightFormat::f32 || rows < 32) return false;
-  if (!integer) return planes == 1 && (rows == 64 || rows == 128);
+constexpr bool large_compiled(WeightFormat format, int planes, bool grouped, int rows) {
+  if (format == WeightFormat::int4_half) return true;
+  if (rows == 16) return is_integer(format) && planes == 2;  // else the decode kernel is as fast
+  if (format == WeightFormat::f32) return false;
+  if (!is_integer(format)) return planes == 1 && (rows == 64 || rows == 128);
   if (planes == 3) return rows == 32;
-  if (planes == 2) return rows <= (grouped && !centred ? 64 : 128);
+  if (planes == 2) return rows <= (grouped ? 64 : 128);
   return rows == 64 || (rows == 128 && !grouped);
 }
 
@@ -238,7 +245,8 @@ constexpr bool large_compiled(WeightFormat format, int planes, bool grouped, int
 // of their tiles fit the registers (two digits of a group take one sum), with the totals of slices if it keeps those;
 // eight leave shared memory for the stages of halves.
 constexpr int large_warps(WeightFormat format, int planes, bool grouped, int rows, bool keeps_totals) {
-  if (format != WeightFormat::int4 && format != WeightFormat::int8) return 8;
+  if (format == WeightFormat::int4_half) return rows <= 32 || (rows == 64 && !keeps_totals) ? 16 : rows == 64 ? 12 : 8;
+  if (!is_integer(format)) return 8;
   if (one_sum(format, planes, grouped)) keeps_totals = false;
   const int sums = ((grouped && planes == 2 ? 1 : planes) + grouped + keeps_totals) * rows / 2;
   return sums <= 80 ? 16 : sums <= 112 ? 12 : 8;
@@ -258,25 +266,22 @@ constexpr bool large_halves(WeightFormat format, int planes, bool grouped, int r
 // Whether tiles may have fewer strips than a block has warps for them.
 constexpr bool large_spares(int rows, bool grouped) { return rows == 16 && !grouped; }
 
-// Whether linear_groups.cuh has the kernel for these groups, and its warps.
-constexpr bool large_centred(const LinearWeight& w, int planes) {
-  return w.format == WeightFormat::int4 && w.group_size == 128 && w.scale_dtype != DType::f32 && !w.has_minimum &&
-         planes == 2;
-}
-constexpr int kCentredRecord{40};  // bytes of a record at most, which is 8-byte pieces
-constexpr int centred_warps(int rows, bool keeps_totals) {
-  return rows <= 32 ? 16 : rows == 128 ? 8 : keeps_totals ? 12 : 16;
-}
+// Bytes of a record at most, which is 8-byte pieces, where records come through the ring.
+constexpr int large_record_bytes(WeightFormat format) { return format == WeightFormat::int4_half ? 40 : 0; }
 
 // Warps behind them, of which one copies: a warpgroup, where it can hand registers to the others.
 constexpr int large_copy_warps(int architecture) { return architecture == 90 ? 4 : 1; }
 
-// Bytes of weights a stage of a strip takes, and of a tile of x: its columns and, where `sums` is not 0, the digit sums
-// of its groups.
-constexpr int large_strip_bytes(WeightFormat format) { return format == WeightFormat::int4 ? 1024 : 2048; }
-constexpr int large_tile_bytes(int planes, int rows, int group_size) {
-  const int sums = group_size == 0 ? 0 : kStepK / group_size * (planes == 2 ? 1 : planes) * rows * 4;
-  return planes * rows * 128 + sums;
+// Pieces of 128 bytes that a stage of a row of x takes: a digit each, or a half of the stage's columns.
+constexpr int large_pieces(WeightFormat format, int planes) { return format == WeightFormat::int4_half ? 2 : planes; }
+
+// Bytes of weights a stage of a strip takes, and of a tile of x: its columns and, where a group size says so, the digit
+// sums of its groups.
+constexpr int large_strip_bytes(WeightFormat format) { return is_int4(format) ? 1024 : 2048; }
+constexpr int large_tile_bytes(WeightFormat format, int planes, int rows, int group_size) {
+  const bool sums = is_integer(format) && group_size != 0;
+  return large_pieces(format, planes) * rows * 128 +
+         (sums ? kStepK / group_size * (planes == 2 ? 1 : planes) * rows * 4 : 0);
 }
 
 // Stages of one slice that are waited for, left and asked for together: two where they leave room for others.
@@ -287,7 +292,7 @@ constexpr int large_chunk(WeightFormat format, int planes, bool grouped, int row
 // Bytes beside a chunk for a number of each of a tile's rows of x: the scales of a slice where totals of slices are
 // kept, or the shifts of sums that stay integers.
 constexpr int large_scale_bytes(WeightFormat format, int rows, bool keeps_totals) {
-  const bool scaled = format == WeightFormat::int4 || format == WeightFormat::int8 || format == WeightFormat::f16;
+  const bool scaled = is_codes(format) || format == WeightFormat::f16;
   return scaled && keeps_totals ? rows * 4 : 0;
 }
 
@@ -297,11 +302,11 @@ struct LargeLayout {
   int ring, tile_bytes, weights_at, records_at, scales_at, barriers_at, bytes;
 };
 constexpr LargeLayout large_layout(WeightFormat format, int planes, bool grouped, int rows, int warps,
-                                   bool keeps_totals, int architecture, int record_bytes = 0) {
+                                   bool keeps_totals, int architecture) {
   const int capacity = (small_shared_memory(architecture) ? 99 : architecture < 90 ? 163 : 227) * 1024, most = 8;
   LargeLayout p{};
-  p.tile_bytes = (large_tile_bytes(planes, rows, grouped ? 32 : 0) + 1023) / 1024 * 1024;
-  const int scales = large_scale_bytes(format, rows, keeps_totals);
+  p.tile_bytes = (large_tile_bytes(format, planes, rows, grouped ? 32 : 0) + 1023) / 1024 * 1024;
+  const int scales = large_scale_bytes(format, rows, keeps_totals), record_bytes = large_record_bytes(format);
   const int chunk =
       large_chunk(format, planes, grouped, rows) * (p.tile_bytes + warps * (large_strip_bytes(format) + record_bytes)) +
       scales;
@@ -316,8 +321,9 @@ constexpr LargeLayout large_layout(WeightFormat format, int planes, bool grouped
 }
 
 struct LargePlan {
-  int rows;    // of x in a tile
-  int strips;  // of W, one a warp
+  WeightFormat format;  // that the kernel is compiled for
+  int rows;             // of x in a tile
+  int strips;           // of W, one a warp; some warps may have none
   int threads;
   int row_tiles, token_tiles;
   uint32_t token_magic;       // n * token_magic >> 32 is n / token_tiles where there are several
@@ -325,7 +331,6 @@ struct LargePlan {
   int shared;                 // the first tiles, whose slices are shared out evenly over the blocks; 0 where none are
   int work;                   // tiles beyond those, x parts
   int rounds;                 // of all blocks together, where tiles are shared
-  bool centred;               // zero-points are taken from the codes: linear_groups.cuh
   bool wgmma;                 // else mma.sync
   bool paired_stores;
   int stages;      // of K: 128 bytes of every column
@@ -345,15 +350,20 @@ struct LargePlan {
   }
 };
 
-// Microseconds a kernel takes beside other choices of its tiles, after what an H200 takes for per-row int4: a stage
-// that the tensor cores or their waits limit, the store of a tile, and where K is shared out the sums that wait.
-inline double large_time(const LargePlan& p, int planes, int multiprocessors) {
-  const double area = 16.0 * p.strips * planes * p.rows, turns = double(p.tiles() << p.parts_log) / multiprocessors;
-  const double stage = std::max(0.56, 0.06 + 2.35e-5 * area), whole = stage * p.stages / p.parts();
-  if (p.shared > 0) return whole * turns + 6.6e-4 * area;  // of which 2.6e-4 for sums that are handed on
-  const double time = whole * std::ceil(turns) + 4e-4 * area;
+// Microseconds a kernel takes beside other choices of its tiles, after what an H200 takes for int4 per row, or in fp16:
+// a stage that the tensor cores or their waits limit, the store of a tile, and where K is shared out the sums that
+// wait.
+inline double large_time(const LargePlan& p, int pieces, int multiprocessors) {
+  const double area = 16.0 * p.strips * pieces * p.rows, turns = double(p.tiles() << p.parts_log) / multiprocessors;
+  const bool half = p.format == WeightFormat::int4_half;
+  const double stage = !half           ? std::max(0.56, 0.06 + 2.35e-5 * area)
+                       : p.rows == 128 ? 0.97  // narrower products take more of the register file
+                                       : 0.34 + 2.15e-5 * area;
+  const double whole = stage * p.stages / p.parts(), store = half ? 1e-4 * area : 4e-4 * area;
+  if (p.shared > 0) return whole * turns + store + (half ? 0.5e-4 : 2.6e-4) * area;  // for sums that are handed on
+  const double time = whole * std::ceil(turns) + store;
   const double waiting = 8.0 * p.slices() * p.row_tiles * p.strips * 16 * p.padded_rows();
-  return p.parts_log == 0 ? time : time + 2 + waiting / 12e6;
+  return p.parts_log == 0 ? time : time + 2 + waiting / (half ? 6.5e6 : 12e6);
 }
 
 // Whether the large kernel takes fewer rows than it is made for. Where the decode kernel would share out K over four
@@ -367,20 +377,21 @@ inline bool large_is_faster(const LinearWeight& w, const DecodePlan& p, int mult
   const bool many = rows > kMaxDecodeRows / 2;
   if (many && p.parts() >= 4) return true;
   const bool one_round = strips >= 12 && strips <= 16;  // the strips of a block
-  const bool measured = w.format == WeightFormat::int4 && (w.group_size == 0 || large_centred(w, 2));
-  return measured && one_round && (many || rows == 2 || rows == 3 || rows == 4);
+  const bool measured = w.format == WeightFormat::int4 && (w.group_size == 0 || multiplies_in_half(w, 2));
+  return measured && one_round && (many || (rows > 1 && rows < 5));
 }
 
 // For m rows of x, at most kLargeChunk; `rows` is 0 where shared memory does not hold a tile.
 inline LargePlan plan_large(const LinearWeight& w, int planes, int m, int multiprocessors, int architecture,
                             bool wgmma) {
-  const bool grouped = w.integer() && w.group_size != 0, centred = large_centred(w, planes);
+  const WeightFormat format = multiplies_in_half(w, planes) ? WeightFormat::int4_half : w.format;
+  const bool grouped = w.integer() && w.group_size != 0;
+  const int pieces = large_pieces(format, planes);
   const int slices_log = decode_slices_log(w.steps()), n = multiprocessors;
   LargePlan best{};
   double least = 1e30;
   const auto consider = [&](int rows, int parts_log, int warps, bool keeps) {
-    const LargeLayout layout =
-        large_layout(w.format, planes, grouped, rows, warps, keeps, architecture, centred ? kCentredRecord : 0);
+    const LargeLayout layout = large_layout(format, planes, grouped, rows, warps, keeps, architecture);
     if (layout.ring < 2) return;
     LargePlan p{};
     p.rows = rows;
@@ -388,13 +399,13 @@ inline LargePlan plan_large(const LinearWeight& w, int planes, int m, int multip
     p.threads = (warps + large_copy_warps(architecture)) * 32;
     p.parts_log = parts_log;
     p.slices_log = slices_log;
-    p.centred = centred;
+    p.format = format;
     p.wgmma = wgmma;
     p.stages = w.steps() * (w.integer() ? 1 : 2);
-    p.tile_bytes = large_tile_bytes(planes, rows, grouped ? w.group_size : 0);
+    p.tile_bytes = large_tile_bytes(format, planes, rows, grouped ? w.group_size : 0);
     p.shared_bytes = layout.bytes;
     p.token_tiles = (m + rows - 1) / rows;
-    // Where the tiles are fewer than the multiprocessors, with less for each and all of them busy.
+    // Where the tiles are fewer than the multiprocessors, with less for each and more of them busy.
     const int least_strips = (w.strips() + n - 1) / n;
     if (large_spares(rows, grouped) && parts_log == 0 && p.token_tiles == 1 && least_strips < warps &&
         4 * least_strips >= 3 * warps) {
@@ -410,22 +421,20 @@ inline LargePlan plan_large(const LinearWeight& w, int planes, int m, int multip
       // Whole rounds of tiles come in between: what is left, with one of the rounds, is shared out.
       p.rounds = share ? tiles / n - 1 : 0, p.shared = share ? tiles - p.rounds * n : 0;
       p.work = (tiles - p.shared) << parts_log;
-      const double time = large_time(p, planes, n);
+      const double time = large_time(p, pieces, n);
       if (time < least) least = time, best = p;
     }
   };
   for (const int rows : kLargeRows) {
-    if (!large_compiled(w.format, planes, grouped, rows, centred)) continue;
-    if (centred && rows == 128 && m <= 512) continue;  // 141 us for 133 at 4096 x 28672, 256 rows
-    if (m <= best.rows) break;                         // which hold them all
-    if (planes * best.rows < 128) least = 1e30;        // narrower than the tensor cores like
-    const bool two_forms = centred ? centred_warps(rows, true) != centred_warps(rows, false)
-                                   : large_two_forms(w.format, planes, grouped, rows);
+    if (!large_compiled(format, planes, grouped, rows)) continue;
+    if (m <= best.rows) break;                   // which hold them all
+    if (pieces * best.rows < 128) least = 1e30;  // narrower than the tensor cores like
+    const bool two_forms = large_two_forms(format, planes, grouped, rows);
     for (int parts_log = 0; parts_log <= slices_log; ++parts_log) {
       const bool whole = parts_log == 0, keeps = whole || !two_forms;
-      const int warps = centred ? centred_warps(rows, whole) : large_warps(w.format, planes, grouped, rows, whole);
+      const int warps = large_warps(format, planes, grouped, rows, whole);
       consider(rows, parts_log, warps, keeps);
-      if (whole && large_halves(w.format, planes, grouped, rows)) consider(rows, parts_log, warps / 2, keeps);
+      if (whole && large_halves(format, planes, grouped, rows)) consider(rows, parts_log, warps / 2, keeps);
     }
   }
   return best;

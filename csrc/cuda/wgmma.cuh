@@ -60,6 +60,7 @@ __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, int bytes
 }
 
 // What an instruction's text and operands need for 8, 16, 32, 48, 64 and 128 registers of sums.
+#define NIBBLELM_TEXT_8 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define NIBBLELM_TEXT_16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NIBBLELM_TEXT_32 NIBBLELM_TEXT_16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NIBBLELM_TEXT_48 NIBBLELM_TEXT_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
@@ -76,6 +77,7 @@ __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, int bytes
 #define NIBBLELM_SUMS_OF_16(type, i)                                                             \
   NIBBLELM_SUMS_OF_4(type, i), NIBBLELM_SUMS_OF_4(type, i + 1), NIBBLELM_SUMS_OF_4(type, i + 2), \
       NIBBLELM_SUMS_OF_4(type, i + 3)
+#define NIBBLELM_SUMS_8(type) NIBBLELM_SUMS_OF_4(type, 0), NIBBLELM_SUMS_OF_4(type, 1)
 #define NIBBLELM_SUMS_16(type) NIBBLELM_SUMS_OF_16(type, 0)
 #define NIBBLELM_SUMS_32(type) NIBBLELM_SUMS_OF_16(type, 0), NIBBLELM_SUMS_OF_16(type, 4)
 #define NIBBLELM_SUMS_48(type) NIBBLELM_SUMS_32(type), NIBBLELM_SUMS_OF_16(type, 8)
@@ -90,26 +92,20 @@ __device__ __forceinline__ uint64_t wgmma_advance(uint64_t descriptor, int bytes
                : NIBBLELM_SUMS_##sums(type)                                              \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(add_to ? 1 : 0))
 
-// c = a b, or c += a b: codes by digits, 32 columns of K. Signed: codes less their zero-points.
-template <bool Signed = false, int Tiles>
+// c = a b, or c += a b: codes by digits, 32 columns of K.
+template <int Tiles>
 __device__ __forceinline__ void wgmma(int (&c)[Tiles][4], const uint32_t (&a)[4], uint64_t descriptor, bool add_to) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (Tiles == 4 && Signed) {
-    NIBBLELM_WGMMA("m64n32k32", "s32.s8.s8", 16, "16", "17", "18", "19", "20", "21", "", "+r");
-  } else if constexpr (Tiles == 4) {
+  if constexpr (Tiles == 4) {
     NIBBLELM_WGMMA("m64n32k32", "s32.u8.s8", 16, "16", "17", "18", "19", "20", "21", "", "+r");
-  } else if constexpr (Tiles == 8 && Signed) {
-    NIBBLELM_WGMMA("m64n64k32", "s32.s8.s8", 32, "32", "33", "34", "35", "36", "37", "", "+r");
   } else if constexpr (Tiles == 8) {
     NIBBLELM_WGMMA("m64n64k32", "s32.u8.s8", 32, "32", "33", "34", "35", "36", "37", "", "+r");
   } else if constexpr (Tiles == 12) {
     NIBBLELM_WGMMA("m64n96k32", "s32.u8.s8", 48, "48", "49", "50", "51", "52", "53", "", "+r");
-  } else if constexpr (Tiles == 16 && Signed) {
-    NIBBLELM_WGMMA("m64n128k32", "s32.s8.s8", 64, "64", "65", "66", "67", "68", "69", "", "+r");
   } else if constexpr (Tiles == 16) {
     NIBBLELM_WGMMA("m64n128k32", "s32.u8.s8", 64, "64", "65", "66", "67", "68", "69", "", "+r");
   } else {
-    static_assert(Tiles == 32 && !Signed);
+    static_assert(Tiles == 32);
     NIBBLELM_WGMMA("m64n256k32", "s32.u8.s8", 128, "128", "129", "130", "131", "132", "133", "", "+r");
   }
 #endif
@@ -119,8 +115,12 @@ __device__ __forceinline__ void wgmma(int (&c)[Tiles][4], const uint32_t (&a)[4]
 template <bool Half, int Tiles>
 __device__ __forceinline__ void wgmma(float (&c)[Tiles][4], const uint32_t (&a)[4], uint64_t descriptor, bool add_to) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  static_assert(Tiles == 8 || Tiles == 16);
-  if constexpr (Half && Tiles == 8) {
+  static_assert(Tiles == 8 || Tiles == 16 || (Half && (Tiles == 2 || Tiles == 4)));
+  if constexpr (Tiles == 2) {
+    NIBBLELM_WGMMA("m64n16k16", "f32.f16.f16", 8, "8", "9", "10", "11", "12", "13", ", 1, 1, 0", "+f");
+  } else if constexpr (Tiles == 4) {
+    NIBBLELM_WGMMA("m64n32k16", "f32.f16.f16", 16, "16", "17", "18", "19", "20", "21", ", 1, 1, 0", "+f");
+  } else if constexpr (Half && Tiles == 8) {
     NIBBLELM_WGMMA("m64n64k16", "f32.f16.f16", 32, "32", "33", "34", "35", "36", "37", ", 1, 1, 0", "+f");
   } else if constexpr (Half) {
     NIBBLELM_WGMMA("m64n128k16", "f32.f16.f16", 64, "64", "65", "66", "67", "68", "69", ", 1, 1, 0", "+f");

@@ -21,11 +21,14 @@ DIGITS: list[tuple[torch.dtype, ActivationBits]] = [(torch.bfloat16, 8), (torch.
 WIDE = (17, 31, 33, 64, 65, 130, 300)
 
 
-def digit_bound(x: Tensor, truth: Tensor, largest: float, bits: ActivationBits, joint: bool = False) -> Tensor:
+def digit_bound(
+    x: Tensor, truth: Tensor, largest: float, bits: ActivationBits, joint: bool = False, bounded: bool = False
+) -> Tensor:
     """The most that rounding to digits can change, (M, N): half a step of each slice's largest value by |w|; and that
     of fp32 sums over slices, whose terms are codes of weights up to `largest` apart. joint: where slices' sums stay
     integers, steps are that of the row's largest value by a power of two, and a sum loses up to a step of the scale
-    between them."""
+    between them. bounded: where 128 products by 15 at most have an exact sum in fp32, eight neighbours together are at
+    most 2^24 / 15 / 16 steps, less what roundings may add."""
     steps = {8: 127, 16: 127 * 256 / 2, 24: 127 * 65536 / 2}[bits]  # a power of two may leave the top bit unused
     x, size = x.double().cpu(), truth.abs()
     bound = torch.zeros(x.shape[0], truth.shape[0], dtype=torch.float64)
@@ -33,6 +36,9 @@ def digit_bound(x: Tensor, truth: Tensor, largest: float, bits: ActivationBits, 
     least = of_row / 2.0 ** (31 - (127 * 15 * 128 * -(-x.shape[1] // 128)).bit_length())  # or int32 might not do
     for first, last in slices(x.shape[1]):
         of_slice = x[:, first:last].abs().amax(1)
+        if bounded:
+            eights = torch.nn.functional.pad(x[:, first:last].abs(), (0, -(last - first) % 8)).unflatten(1, (-1, 8))
+            of_slice = torch.maximum(of_slice * 1.0003, eights.sum(2).amax(1) * (127 * 256 / 69872))
         step = torch.maximum(least, torch.minimum(2 * of_slice, of_row)) if joint else of_slice
         bound += (step / steps / 2)[:, None] * size[:, first:last].sum(1)
         if joint:
@@ -77,7 +83,7 @@ def test_integer_weights(
         got = ops.linear(x, packed, None, activation_bits, torch.empty(300, n, device=DEVICE)).double().cpu()
         largest = float(weight.scale.max()) * (1 << bits)
         joint = (bits, group, activation_bits) == (4, -1, 8)
-        bound = digit_bound(x, truth, largest, activation_bits, joint)
+        bound = digit_bound(x, truth, largest, activation_bits, joint, (bits, activation_bits) == (4, 16) and group > 0)
         assert ((got - x.double().cpu() @ truth.T).abs() <= bound).all(), (n, k)
 
 
@@ -149,13 +155,13 @@ def test_a_round_of_tiles(group: int, form: str, strips: int) -> None:
                     ops.linear(part, packed, bias, 16, out)
                     assert torch.equal(out, there), (m, wide)
     got = ops.linear(x[:4], packed, None, 16, torch.empty(4, n, device=DEVICE)).double().cpu()
-    bound = digit_bound(x[:4], truth, float(weight.scale.max()) * 16, 16)
+    bound = digit_bound(x[:4], truth, float(weight.scale.max()) * 16, 16, bounded=group > 0)
     assert ((got - x[:4].double().cpu() @ truth.T).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16])
 def test_the_smallest_scales(scale_dtype: torch.dtype) -> None:
-    """Of which some kernels take a sixteenth."""
+    """Subnormal ones, too."""
     weight, _ = quantized(64, 1024, 4, 128, "symmetric", scale_dtype)
     info = torch.finfo(scale_dtype)
     weight.scale[::2] = info.smallest_normal * info.eps  # subnormal
@@ -214,6 +220,36 @@ def test_sums_at_the_edge_of_int32(bits: int) -> None:
             assert torch.equal(ops.linear(x[:1], packed, None, activation_bits), got[:1].to(dtype))
     with pytest.raises(ValueError, match="at most 65536"):
         ops.pack_linear([quantized(1, k + 128, bits, -1, "zero", torch.float32)[0]], DEVICE)
+
+
+@pytest.mark.parametrize("form", ["zero", "symmetric"])
+def test_sums_at_the_edge_of_fp32(form: str) -> None:
+    """Largest codes by activations that are all as large as the largest, in groups whose sums many rows add up in fp32
+    and few in int32; others of one sign, of two, and each with one that is much larger."""
+    weight, _ = quantized(300, 1024, 4, 128, form, torch.bfloat16)
+    weight.codes[: 300 // 2].fill_(-1)
+    weight.codes[300 // 2 : 200].fill_(0)
+    if weight.zero_point is not None:
+        weight.zero_point.fill_(0)
+    dense = torch.where(
+        torch.arange(300)[:, None] < 150, 15.0 if form == "zero" else 7.0, 0.0 if form == "zero" else -8.0
+    )
+    truth = (weight.scale.double().repeat_interleave(128, 1) * dense)[:200]
+    packed = ops.pack_linear([weight], DEVICE)
+    x = activations(200, 1024, torch.bfloat16)
+    x[::5] = 255 / 128
+    x[1::5] = -1
+    x[2::5] = x[2::5].sign() * 251 / 128
+    x[3::5] = x[3::5].abs() + 1
+    x[4::5, 77::256] *= 1000
+    want = torch.cat([ops.linear(row, packed, None, 16, torch.empty(1, 300, device=DEVICE)) for row in x.split(1)])
+    bound = digit_bound(x, truth, float(weight.scale.max()) * 16, 16, bounded=True)
+    assert ((want[:, :200].double().cpu() - x.double().cpu() @ truth.T).abs() <= bound).all()
+    for m in (16, 17, 64, 128, 200):
+        for wide in (True, False):
+            with cuda.wgmma(wide):
+                got = ops.linear(x[:m], packed, None, 16, torch.empty(m, 300, device=DEVICE))
+                assert torch.equal(got, want[:m]), (m, wide)
 
 
 def test_infinite_and_nan_rows_stay_alone() -> None:
