@@ -110,6 +110,7 @@ build() {  # for the card that is present, or from a wheel for all; into a folde
 gpu_tests() {  # $1: name of the results; the rest: what to run, in place of which comes what failed in `again`
   local name=$1 what=("${@:2}") status=0
   rm -f "$state/$name".{again.xml,again.cut,cut}
+  [[ -n $again ]] || rm -f "$state/$name.xml"  # a run that is killed leaves none, and must not seem to be an older one
   if [[ -n $again ]]; then
     cp "$again/$name.xml" "$state/$name.xml"
     mapfile -t what < <(failed_in "$again/$name.xml")
