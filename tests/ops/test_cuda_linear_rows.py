@@ -225,7 +225,8 @@ def test_sums_at_the_edge_of_int32(bits: int) -> None:
 @pytest.mark.parametrize("form", ["zero", "symmetric"])
 def test_sums_at_the_edge_of_fp32(form: str) -> None:
     """Largest codes by activations that are all as large as the largest, in groups whose sums many rows add up in fp32
-    and few in int32; others of one sign, of two, and each with one that is much larger."""
+    and few in int32; among them small odd ones, which the last bit of a sum near 2^24 has to hold; others of two signs,
+    and each with one that is much larger."""
     weight, _ = quantized(300, 1024, 4, 128, form, torch.bfloat16)
     weight.codes[: 300 // 2].fill_(-1)
     weight.codes[300 // 2 : 200].fill_(0)
@@ -242,6 +243,13 @@ def test_sums_at_the_edge_of_fp32(form: str) -> None:
     x[2::5] = x[2::5].sign() * 251 / 128
     x[3::5] = x[3::5].abs() + 1
     x[4::5, 77::256] *= 1000
+    # 255 / 128 comes to 8,160 and odd / 4,096 to itself: first in a group, last, and in the midst of others.
+    odd = (2 * torch.arange(40, device=DEVICE)[:, None] + torch.arange(1, 2048, 2, device=DEVICE)) % 256 / 4096
+    column, row = torch.arange(1024, device=DEVICE) % 128, torch.arange(40, device=DEVICE)[:, None]
+    few = row % 4 + 1
+    small = torch.where(row % 3 == 0, column < few, torch.where(row % 3 == 1, column >= 128 - few, column % 41 == few))
+    signs = torch.where(column % 2 == 0, 1.0, -1.0)
+    x[::5] = torch.where(small, odd * signs, torch.tensor(255 / 128, device=DEVICE)).bfloat16()
     want = torch.cat([ops.linear(row, packed, None, 16, torch.empty(1, 300, device=DEVICE)) for row in x.split(1)])
     bound = digit_bound(x, truth, float(weight.scale.max()) * 16, 16, bounded=True)
     assert ((want[:, :200].double().cpu() - x.double().cpu() @ truth.T).abs() <= bound).all()
