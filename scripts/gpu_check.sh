@@ -10,16 +10,16 @@
 #   schedules            500 random schedules of the engine, over all kinds of models
 #   peers, vllm-folders  need --vllm DIR, with run_vllm.py and vLLM's site.tar.xz
 # With --wheel FILE, one of `make wheel`, build installs that: the tests' result is then also the wheel's. With --data
-# DIR tests find the real checkpoints and text that some of them read. With --only "PATH...", tests are those of these
-# files and folders; each file's result is recorded with its tree, and files that did not run keep theirs; where time
-# was up before the end, all of that run's say "cut off". With --again DIR, which has the tests*.xml and schedules.xml
-# of a run of the same tree, tests and schedules run what failed there alone and count the rest of that run too; the
-# record says how many ran again. Results collect in out/gpu_check/ until `record` writes them to benchmarks/h200/*.json
-# (or --record DIR) and, of a wheel's whole run, benchmarks/wheel.json; rows that were not measured again stay there.
-# HASHES is "csrc=... runtime=... models=...". A part that fails does not keep the next from running; with --limit S all
-# end after S seconds, and what was measured by then stays. After `build`, parts may run side by side on different cards
-# (CUDA_VISIBLE_DEVICES), but not two that measure; convert, e2e and families take all cards there are, tests and
-# sanitizers those that CUDA_VISIBLE_DEVICES names.
+# DIR tests find the real checkpoints and text that some of them read. With --only "PATH...", tests and sanitizers take
+# these files and folders alone; each file's result is recorded with its tree, and files that did not run keep theirs;
+# where time was up before the end, all of that run's say "cut off". With --again DIR, which has the tests*.xml and
+# schedules.xml of a run of the same tree, tests and schedules run what failed there alone and count the rest of that
+# run too; the record says how many ran again. Results collect in out/gpu_check/ until `record` writes them to
+# benchmarks/h200/*.json (or --record DIR) and, of a wheel's whole run, benchmarks/wheel.json; rows that were not
+# measured again stay there. HASHES is "csrc=... runtime=... models=...". A part that fails does not keep the next from
+# running; with --limit S all end after S seconds, and what was measured by then stays. After `build`, parts may run
+# side by side on different cards (CUDA_VISIBLE_DEVICES), but not two that measure; convert, e2e and families take all
+# cards there are, tests and sanitizers those that CUDA_VISIBLE_DEVICES names.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -78,6 +78,11 @@ for path in map(Path, paths):
     if count := sum(row["tree"] != tree for row in rows):
         old = 1
         print(f"{path.name}: {count} of {len(rows)} rows are of another tree")
+    if path.name == "tests.json":
+        others = {**record["sanitizer"], **{name: record[name] for name in ("cards", "schedules") if name in record}}
+        if names := [name for name, ran in others.items() if ran["tree"] != tree]:
+            old = 1
+            print(f"{path.name}: of another tree: {' '.join(names)}")
 sys.exit(old)
 PYTHON
   [[ $changed == 1 ]] || echo "the record in $1 is of this tree"
@@ -138,12 +143,17 @@ for case in xml.parse(sys.argv[1]).getroot().iter("testcase"):
 PYTHON
 }
 
+part_name() {  # of results of tests: another one for each choice of files
+  # shellcheck disable=SC2086  # words of their own
+  echo "${1}${only:+.$(basename -a -s .py $only | paste -sd+)}"
+}
+
 run_tests() {
   local what  # files of the server need packages that have no business on a card
   # shellcheck disable=SC2086  # words of their own
   mapfile -t what < <(grep -rlE "mark\.(gpu|sanitize)" ${only:-tests} --include="test_*.py")
   [[ ${#what[@]} -gt 0 ]] || { echo "gpu_check: no GPU tests in '$only'" >&2; return 2; }
-  gpu_tests "tests${only:+.$(cksum <<< "$only" | cut -d' ' -f1)}" "${what[@]}"
+  gpu_tests "$(part_name tests)" "${what[@]}"
 }
 
 schedules() {
@@ -193,33 +203,13 @@ convert() {
   return $status
 }
 
-# $1: tool, over this project's kernels (torch's reductions have what racecheck calls hazards), in several processes
-# with a share of the cases each. The tool's message is recorded where the machine refuses it.
-sanitize() {
-  local logs=$state/$1 status=0 processes=$(($(nproc) / 2)) pids=() share cases cards
-  IFS=, read -ra cards <<< "${CUDA_VISIBLE_DEVICES:-0}"
-  rm -rf "$logs" && mkdir -p "$logs"
-  $python -m pytest -q --collect-only -p no:cacheprovider -m sanitize "${@:2}" | grep :: > "$logs/cases"
-  split --number=r/$processes "$logs/cases" "$logs/share."
-  for share in "$logs"/share.*; do
-    mapfile -t cases < "$share"
-    CUDA_VISIBLE_DEVICES=${cards[${#pids[@]} % ${#cards[@]}]} OMP_NUM_THREADS=2 timeout 330 \
-      compute-sanitizer --tool "$1" --kernel-name kns=nibblelm --error-exitcode 9 \
-      "$python" -m pytest -q -p no:cacheprovider "${cases[@]}" > "$share.log" 2>&1 &
-    pids+=($!)
-  done
-  for share in "${pids[@]}"; do wait "$share" || status=$?; done
-  [[ $(grep -l "SUMMARY: 0 " "$logs"/*.log | wc -l) == "$processes" ]] || status=$((status ? status : 9))
-  {
-    echo "$(wc -l < "$logs/cases") cases in $processes processes, exit $status:"
-    for share in "$logs"/*.log; do grep -E "SUMMARY|passed|failed" "$share" || tail -3 "$share"; done
-  } | tr '\n' ' ' > "$state/$1.txt"
-  echo "$1: $(cat "$state/$1.txt")"
-  if [[ $status != 0 ]]; then  # which places, most hazards first: the summaries alone do not say
-    grep -hE "(Error|Warning): |Invalid|Uninit" "$logs"/*.log | sed -E 's/0x[0-9a-f]+/0x/g; s/\[[0-9]+ hazards\]//' |
-      sort | uniq -c | sort -rn | head -40 | tee "$state/$1.places.txt"
-  fi
-  return "$status"
+sanitize() {  # $1: tool
+  local what  # files that it can have cases of
+  # shellcheck disable=SC2086  # words of their own
+  mapfile -t what < <(grep -rlE "mark\.sanitize" ${only:-tests} --include="test_*.py")
+  [[ ${#what[@]} -gt 0 ]] || { echo "gpu_check: no tests for sanitizers in '$only'" >&2; return 2; }
+  $python scripts/sanitize.py "$1" "${what[@]}" --limit "$(left)" --logs "$state/$1.logs" \
+    --result "$state/$(part_name "$1").txt"
 }
 
 bench() {  # card, shape, bits and group size; the rest: options
@@ -351,7 +341,7 @@ if not tests and known:  # an earlier run's stays, with its tree
 else:
     kept = {file: row for file, row in known.get("files", {}).items() if Path(file).exists()}
     summary["files"] = {**kept, **counted(*tests)}
-found = {p.stem: {"result": p.read_text().strip(), "tree": tree} for p in sorted(state.glob("*check.txt"))}
+found = {p.stem: {"result": p.read_text().strip(), "tree": tree} for p in sorted(state.glob("*check*.txt"))}
 summary["sanitizer"] = {**known.get("sanitizer", {}), **found}
 for part in ("cards", "schedules"):
     if (state / f"{part}.xml").exists():
@@ -426,7 +416,7 @@ export PYTHONPATH=$PWD/$site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 run_part() {
   case $1 in
     tests) run_tests ;;
-    memcheck | racecheck) sanitize "$1" tests/ops ;;
+    memcheck | racecheck) sanitize "$1" ;;
     ops) bounded $python scripts/bench_ops.py --quick --json "$state/ops.json" --tree "$tree" ;;
     latency) bounded $python scripts/bench_latency.py --json "$state/latency.json" --tree "$tree" ;;
     load) bounded $python scripts/bench_load.py --json "$state/load.json" --tree "$tree" ;;

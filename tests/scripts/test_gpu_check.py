@@ -87,13 +87,15 @@ def test_files_that_did_not_run_keep_their_results(check: Callable[..., Any], tm
     assert json.loads((record / "tests.json").read_text())["tree"] == "old"
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_a.py").write_text("")
-    (state / "memcheck.txt").write_text("3 cases")
+    for name in ("memcheck", "racecheck.test_a+test_b"):
+        (state / f"{name}.txt").write_text("3 cases")
     (state / "tests.part.xml").write_text(junit("tests.test_b", ENDED))
     (state / "tests.part.again.xml").write_text(junit("tests.test_b", {"d": "", "e": "<failure/>"}))
     (state / "tests.other.xml").write_text(junit("tests.ops.test_c", {"a": ""}))
     assert check("--tree", TREE, "record").returncode == 0
     tests = json.loads((record / "tests.json").read_text())
-    assert (tests["tree"], tests["sanitizer"]) == (TREE, {"memcheck": {"result": "3 cases", "tree": TREE}})
+    ran = {"result": "3 cases", "tree": TREE}
+    assert (tests["tree"], tests["sanitizer"]) == (TREE, {"memcheck": ran, "racecheck.test_a+test_b": ran})
     assert tests["files"] == {
         "tests/test_a.py": older["tests/test_a.py"],
         "tests/test_b.py": {"passed": 4, "failed": 1, "skipped": 2, "tree": TREE, "run again": 2},
@@ -127,6 +129,7 @@ def test_what_is_missing_is_named(check: Callable[..., Any]) -> None:
         (["--tree", TREE, "nonsense"], 2, "unknown argument 'nonsense'"),
         (["--tree", TREE, "vllm-folders"], 1, "pass --vllm DIR"),
         (["--tree", TREE, "--only", "scripts", "tests"], 1, "no GPU tests in 'scripts'"),
+        (["--tree", TREE, "--only", "scripts", "memcheck"], 1, "no tests for sanitizers in 'scripts'"),
         (["--tree", TREE, "--limit", "0", "serve", "cards"], 1, " of 0 seconds are over\n== cards: not run, "),
     ):
         result = check(*arguments)
