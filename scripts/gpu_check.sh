@@ -83,6 +83,11 @@ for path in map(Path, paths):
         if names := [name for name, ran in others.items() if ran["tree"] != tree]:
             old = 1
             print(f"{path.name}: of another tree: {' '.join(names)}")
+        for name, ran in record["sanitizer"].items():
+            passed, of = ran["result"].split()[:3:2]
+            if passed != of:
+                old = 1
+                print(f"{path.name}: {name}: {passed} of {of} cases passed")
 sys.exit(old)
 PYTHON
   [[ $changed == 1 ]] || echo "the record in $1 is of this tree"
@@ -102,7 +107,7 @@ build() {  # for the card that is present, or from a wheel for all; into a folde
   $python -c "import compressed_tensors, transformers, xdist"  # what the tests need, before minutes are spent
   rm -rf "$site" && mkdir -p "$site"
   local other
-  rm -f "$state/wheel.txt" "$state"/tests*.{xml,cut}
+  rm -f "$state/wheel.txt" "$state"/tests*.{xml,cut} "$state"/*check*.txt
   $python -m pip install -q --no-build-isolation --no-deps --no-index --target "$site" "${wheel:-.}"
   if [[ -n $wheel ]]; then
     other=$(diff -rq -x __pycache__ runtime "$site/nibblelm" | grep -v "^Only in $site/nibblelm" || true)
@@ -144,8 +149,11 @@ PYTHON
 }
 
 part_name() {  # of results of tests: another one for each choice of files
+  local name
   # shellcheck disable=SC2086  # words of their own
-  echo "${1}${only:+.$(basename -a -s .py $only | paste -sd+)}"
+  name=$1${only:+.$(basename -a -s .py $only | paste -sd+)}
+  [[ ${#name} -le 120 ]] || name=$1.$(cksum <<< "$only" | cut -d' ' -f1)
+  echo "$name"
 }
 
 run_tests() {
@@ -208,8 +216,9 @@ sanitize() {  # $1: tool
   # shellcheck disable=SC2086  # words of their own
   mapfile -t what < <(grep -rlE "mark\.sanitize" ${only:-tests} --include="test_*.py")
   [[ ${#what[@]} -gt 0 ]] || { echo "gpu_check: no tests for sanitizers in '$only'" >&2; return 2; }
-  $python scripts/sanitize.py "$1" "${what[@]}" --limit "$(left)" --logs "$state/$1.logs" \
-    --result "$state/$(part_name "$1").txt"
+  local to
+  to=$state/$(part_name "$1")
+  $python scripts/sanitize.py "$1" "${what[@]}" --limit "$(left)" --logs "$to.logs" --result "$to.txt"
 }
 
 bench() {  # card, shape, bits and group size; the rest: options
@@ -342,7 +351,11 @@ else:
     kept = {file: row for file, row in known.get("files", {}).items() if Path(file).exists()}
     summary["files"] = {**kept, **counted(*tests)}
 found = {p.stem: {"result": p.read_text().strip(), "tree": tree} for p in sorted(state.glob("*check*.txt"))}
-summary["sanitizer"] = {**known.get("sanitizer", {}), **found}
+found = {name: ran for name, ran in found.items() if not ran["result"].startswith("0 of ")}  # which says nothing
+summary["sanitizer"] = {  # all files' takes the place of some files'
+    **{name: ran for name, ran in known.get("sanitizer", {}).items() if name.partition(".")[0] not in found},
+    **found,
+}
 for part in ("cards", "schedules"):
     if (state / f"{part}.xml").exists():
         summary[part] = {**total(counted(state / f"{part}.xml")), "tree": tree}

@@ -3,10 +3,10 @@
     python scripts/sanitize.py memcheck tests/ops [--limit S] [--result memcheck.txt] [--logs DIR]
 
 Only this project's kernels are looked at: torch's reductions have what racecheck calls hazards. A process has --batch
-cases, since a tool says what it found when its process ends: a few minutes' limit then costs those that are under way
-and leaves a random sample of all others. Cards are those that CUDA_VISIBLE_DEVICES names, in turn. The result is one
-line: how many cases of how many ended, and each process's summary. Exits with 9 where a case failed or something was
-found, and 124 where time was up before all had ended.
+cases, in an order drawn once and for all: a limit costs those that are under way then, and leaves a sample of all
+others. Cards are those that CUDA_VISIBLE_DEVICES names, in turn. The result is one line: how many cases of how many
+passed, and each process's summary. Exits with 9 where something was found or a case did not pass (one that is skipped,
+too), else with 124 where time was up before all had ended.
 """
 
 import argparse
@@ -17,62 +17,99 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-ENDS = re.compile(r"^\d+ (?:passed|failed).*$|^=+ .*SUMMARY.*$", re.MULTILINE)
-PLACES = re.compile(r"^.*(?:Error: |Warning: |Invalid|Uninit).*$", re.MULTILINE)
+PER_CARD = 16
+"""Processes at a time, at most: each has a context and buffers of its own."""
+
+ENDS = re.compile(r"^\d+ (?:passed|failed|skipped|error).*$|^=+ .*SUMMARY.*$", re.MULTILINE)
+PASSED = re.compile(r"^(?:\d+ failed, )?(\d+) passed", re.MULTILINE)
+PLACES = re.compile(r"^=+ .*(?:Error: |Warning: |Invalid|Uninit).*$", re.MULTILINE)
 VARYING = re.compile(r"(?<=0x)[0-9a-f]+|\[\d+ hazards\]")
 CLEAN = "SUMMARY: 0 "
 
+Result = tuple[Sequence[str], int | None, str]
+"""Cases of a process, its exit code (None where it did not end in time), its output."""
+
 
 def collected(paths: Sequence[str]) -> list[str]:
-    """Names of the marked cases, shuffled, the same way every time."""
+    """Names of the marked cases."""
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-m", "sanitize"]
     listed = subprocess.run([*command, *paths], capture_output=True, text=True, check=False)
-    cases = [line for line in listed.stdout.splitlines() if "::" in line]
-    if not cases:
-        raise SystemExit(f"sanitize.py: no case marked `sanitize` in {' '.join(paths)}\n{listed.stdout}{listed.stderr}")
-    random.Random(0).shuffle(cases)
-    return cases
+    if listed.returncode != 0:
+        raise SystemExit(f"sanitize.py: no cases from {' '.join(paths)}:\n{listed.stdout}{listed.stderr}")
+    return [line for line in listed.stdout.splitlines() if "::" in line]
 
 
-RUNNING: set[subprocess.Popen[str]] = set()
+class Processes:
+    """Those of the tool that run. They have sessions of their own, so that their children end with them."""
+
+    def __init__(self, tool: str, until: float, least: float) -> None:
+        self._command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=nibblelm", "--error-exitcode", "9"]
+        self._until, self._least = until, least
+        self._running: set[subprocess.Popen[str]] = set()
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def run(self, cases: Sequence[str], card: str) -> tuple[int | None, str]:
+        """Exit code, None where it did not end in time, and output."""
+        left = self._until - time.monotonic()
+        if left < self._least:
+            return None, ""
+        backstop = ["timeout", "--signal=KILL", str(int(left) + 10)]  # should this process be killed itself
+        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        options: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": card, "OMP_NUM_THREADS": "1"}
+        with self._lock:
+            if self._stopped:
+                return None, ""
+            process = subprocess.Popen(
+                [*backstop, *self._command, *pytest, *cases], env=environment, start_new_session=True, **options
+            )
+            self._running.add(process)
+        try:
+            output, _ = process.communicate(timeout=left)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            self._end(process)
+            return None, process.communicate()[0]
+        finally:
+            self._running.discard(process)
+
+    def stop(self) -> None:
+        """End all, and begin no more."""
+        with self._lock:
+            self._stopped = True
+            for process in list(self._running):
+                self._end(process)
+
+    def _end(self, process: subprocess.Popen[str]) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def end(process: subprocess.Popen[str]) -> None:
-    """Kill the tool and its child."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def sanitized(tool: str, cases: Sequence[str], card: str, until: float, least: float) -> tuple[int, str] | None:
-    """Exit code and output of one process; None where it had not ended in time, or had less than `least` seconds."""
-    command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=nibblelm", "--error-exitcode", "9"]
-    if until - time.monotonic() < least:
-        return None
-    process = subprocess.Popen(
-        [*command, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *cases],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": card, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
-    RUNNING.add(process)
-    try:
-        output, _ = process.communicate(timeout=until - time.monotonic())
-    except subprocess.TimeoutExpired:
-        end(process)
-        process.communicate()
-        return None
-    finally:
-        RUNNING.remove(process)
-    return process.returncode, output
+def judged(results: Sequence[Result]) -> tuple[int, list[str], list[str], list[str]]:
+    """How many cases passed; each process's last lines; the cases that did not end; outputs with something in them."""
+    passed, ends, late, found = 0, [], [], []
+    for share, code, output in results:
+        if code is None:
+            late += share
+            clean = not PLACES.search(output)
+        else:
+            own = sum(int(count) for count in PASSED.findall(output))
+            passed += own
+            ends += ENDS.findall(output) or output.splitlines()[-3:]
+            clean = code == 0 and CLEAN in output and own == len(share)
+        if not clean:
+            found.append(output)
+    return passed, ends, late, found
 
 
 def main() -> int:
@@ -80,49 +117,49 @@ def main() -> int:
     parser.add_argument("tool", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
     parser.add_argument("path", nargs="+")
     parser.add_argument("--batch", type=int, default=4, metavar="N", help="cases of a process (4)")
-    parser.add_argument("--processes", type=int, metavar="N", help="at a time (as many as processors)")
+    parser.add_argument("--processes", type=int, metavar="N", help="at a time (a processor's each, 16 a card at most)")
     parser.add_argument("--limit", type=float, default=86400, metavar="S", help="seconds of all")
     parser.add_argument("--least", type=float, default=20, metavar="S", help="begin none with less, of all, left (20)")
     parser.add_argument("--result", type=Path, metavar="FILE", help="where the line goes (it is printed, too)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="where outputs of processes with findings go")
     args = parser.parse_args()
+    until = time.monotonic() + args.limit
+    if args.result:
+        args.result.unlink(missing_ok=True)  # an older one must not seem to be this run's
+    if args.logs:
+        shutil.rmtree(args.logs, ignore_errors=True)
     if shutil.which("compute-sanitizer") is None:
         raise SystemExit("sanitize.py: no compute-sanitizer on the path; it comes with the CUDA toolkit")
-    until = time.monotonic() + args.limit
     cases = collected(args.path)
+    random.Random(0).shuffle(cases)
     shares = [cases[i : i + args.batch] for i in range(0, len(cases), args.batch)]
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    with ThreadPoolExecutor(args.processes or len(os.sched_getaffinity(0))) as pool:
-        runs = [
-            pool.submit(sanitized, args.tool, share, cards[i % len(cards)], until, args.least)
-            for i, share in enumerate(shares)
-        ]
+    processes = Processes(args.tool, until, args.least)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    most = min(len(os.sched_getaffinity(0)), PER_CARD * len(cards))
+    with ThreadPoolExecutor(args.processes or most) as pool:
         try:
-            results = [run.result() for run in runs]
-        except BaseException:  # Ctrl-C, say: they have sessions of their own, and would stay on the card
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in list(RUNNING):
-                end(process)
+            runs = [pool.submit(processes.run, share, cards[i % len(cards)]) for i, share in enumerate(shares)]
+            results: list[Result] = [(share, *run.result()) for share, run in zip(shares, runs, strict=True)]
+        except BaseException:  # Ctrl-C, say
+            processes.stop()
             raise
-    ended = [(share, *result) for share, result in zip(shares, results, strict=True) if result is not None]
-    found = [(code or 9, output) for _, code, output in ended if code != 0 or CLEAN not in output]
-    code = max((code for code, _ in found), default=0 if len(ended) == len(shares) else 124)
-    ran = sum(len(share) for share, *_ in ended)
-    ends = " ".join(line for _, _, output in ended for line in ENDS.findall(output) or output.splitlines()[-3:])
-    line = f"{ran} of {len(cases)} cases in {len(ended)} processes, exit {code}: {ends}"
+    passed, ends, late, found = judged(results)
+    code = 9 if found else 124 if late else 0
+    ended = sum(code is not None for _, code, _ in results)
+    line = f"{passed} of {len(cases)} cases in {ended} processes, exit {code}: {' '.join(ends)}"
     print(f"{args.tool}: {line}")
     if args.result:
         args.result.write_text(line + "\n")
-    late = [case for share, result in zip(shares, results, strict=True) if result is None for case in share]
     print("".join(f"not ended: {case}\n" for case in late[:40]), end="")
-    if found:  # which places, the most frequent first: summaries alone do not say
-        places = Counter(VARYING.sub("", line) for _, output in found for line in PLACES.findall(output))
-        print("\n".join(f"{count:7} {place}" for place, count in places.most_common(40)))
-        if args.logs:
-            args.logs.mkdir(parents=True, exist_ok=True)
-            for i, (_, output) in enumerate(found):
-                (args.logs / f"{i}.log").write_text(output)
+    # Which places, the most frequent first: summaries alone do not say.
+    places = Counter(VARYING.sub("", place) for output in found for place in PLACES.findall(output))
+    print("".join(f"{count:7} {place}\n" for place, count in places.most_common(40)), end="")
+    if args.logs and found:
+        args.logs.mkdir(parents=True)
+        for i, output in enumerate(found):
+            (args.logs / f"{i}.log").write_text(output)
     return code
 
 

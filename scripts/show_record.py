@@ -244,7 +244,7 @@ def checks(record: dict[str, Any]) -> str:
     for tool, ran in record["sanitizer"].items():
         text = ran["result"]
         found = sum(int(count) for count in re.findall(r"SUMMARY: (\d+) ", text))
-        cells.append([tool, f"{text.split()[0]} cases, {found} findings"])
+        cells.append([tool, f"{text.partition(' cases')[0]} cases, {found} findings"])
     return table(["check", "result"], cells)
 
 

@@ -82,20 +82,29 @@ def test_files_that_did_not_run_keep_their_results(check: Callable[..., Any], tm
     older = {
         f"tests/{name}.py": {"passed": 9, "failed": 0, "skipped": 0, "tree": "old"} for name in ("test_a", "test_b")
     }
-    (record / "tests.json").write_text(json.dumps({"tree": "old", "files": older}))
+    before = {name: {"result": "5 of 5 cases", "tree": "old"} for name in ("memcheck.test_a", "racecheck")}
+    (record / "tests.json").write_text(json.dumps({"tree": "old", "files": older, "sanitizer": before}))
     assert check("--tree", TREE, "record").returncode == 0
     assert json.loads((record / "tests.json").read_text())["tree"] == "old"
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_a.py").write_text("")
-    for name in ("memcheck", "racecheck.test_a+test_b"):
-        (state / f"{name}.txt").write_text("3 cases")
+    for name, line in (
+        ("memcheck", "3 of 3 cases"),
+        ("racecheck.test_a", "2 of 3 cases"),
+        ("racecheck", "0 of 9 cases"),
+    ):
+        (state / f"{name}.txt").write_text(line)
     (state / "tests.part.xml").write_text(junit("tests.test_b", ENDED))
     (state / "tests.part.again.xml").write_text(junit("tests.test_b", {"d": "", "e": "<failure/>"}))
     (state / "tests.other.xml").write_text(junit("tests.ops.test_c", {"a": ""}))
     assert check("--tree", TREE, "record").returncode == 0
     tests = json.loads((record / "tests.json").read_text())
-    ran = {"result": "3 cases", "tree": TREE}
-    assert (tests["tree"], tests["sanitizer"]) == (TREE, {"memcheck": ran, "racecheck.test_a+test_b": ran})
+    assert tests["tree"] == TREE
+    assert tests["sanitizer"] == {
+        "memcheck": {"result": "3 of 3 cases", "tree": TREE},  # of all files, not that of some any more
+        "racecheck": before["racecheck"],  # 0 of 9 say nothing
+        "racecheck.test_a": {"result": "2 of 3 cases", "tree": TREE},
+    }
     assert tests["files"] == {
         "tests/test_a.py": older["tests/test_a.py"],
         "tests/test_b.py": {"passed": 4, "failed": 1, "skipped": 2, "tree": TREE, "run again": 2},

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,14 +22,13 @@ with open(os.environ["ASKED"], "a") as file:
 done = subprocess.run([*command, "-s"], capture_output=True, text=True)
 errors = len(re.findall("FOUND", done.stdout))
 print(done.stdout)
-print("========= Invalid __global__ write at 0x1f\\n" * errors + f"========= ERROR SUMMARY: {{errors}} errors")
+print("========= Invalid __global__ write at 0x1f\\n" * errors + f"========= RACECHECK SUMMARY: {{errors}} hazards")
 sys.exit(9 if errors else done.returncode)
 """
 # The marker in two pieces, lest `gpu_check.sh` take this file for one with such tests.
 CASES = """
 import time
 import pytest
-
 pytestmark = pytest.MARKER
 
 @pytest.mark.parametrize("i", range(6))
@@ -38,15 +38,25 @@ def test_found(): print("FOUND", "FOUND")
 
 def test_wrong(): assert False
 
-def test_endless(): time.sleep(600)
+@pytest.mark.skip
+def test_skipped(): pass
+
+def test_endless():
+    time.sleep(600)
 """.replace("MARKER", "mark" + ".sanitize")
+
+
+def some(*names: str) -> str:
+    """The cases of these names."""
+    head, *rest = CASES.split("\n\n")
+    return "\n\n".join([head, *(case for case in rest if any(f"test_{name}(" in case for name in names))])
 
 
 @pytest.fixture
 def sanitize(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Callable[..., subprocess.CompletedProcess[str]]
-) -> Callable[..., tuple[int, str, str, list[Any]]]:
-    """`sanitize(file of cases, *arguments)`: exit code, output, the result's line and what the tool was asked for."""
+) -> Callable[..., tuple[int, str, str]]:
+    """`sanitize(cases, *arguments)`: exit code, output, and the result's line."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "compute-sanitizer").write_text(TOOL)
     (tmp_path / "bin" / "compute-sanitizer").chmod(0o755)
@@ -55,72 +65,91 @@ def sanitize(
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
 
-    def run(cases: str, *arguments: object) -> tuple[int, str, str, list[Any]]:
+    def run(cases: str, *arguments: object) -> tuple[int, str, str]:
         (tmp_path / "test_cases.py").write_text(cases)
+        (tmp_path / "line").write_text("of another run")
         done = script("sanitize.py", "racecheck", "test_cases.py", "--result", "line", "--logs", "logs", *arguments)
-        line, asked = tmp_path / "line", tmp_path / "asked"
-        words = asked.read_text().splitlines() if asked.exists() else []
-        return (
-            done.returncode,
-            done.stdout + done.stderr,
-            line.read_text() if line.exists() else "",
-            [json.loads(word) for word in words],
-        )
+        line = tmp_path / "line"
+        return done.returncode, done.stdout + done.stderr, line.read_text() if line.exists() else ""
 
     return run
 
 
 def test_all_cases_run_in_processes_of_some(sanitize: Callable[..., Any], tmp_path: Path) -> None:
-    code, output, line, asked = sanitize(CASES.partition("def test_found")[0], "--batch", 4)
+    code, output, line = sanitize(some("fine"), "--batch", 4)
     assert (code, line[: line.index(":")]) == (0, "6 of 6 cases in 2 processes, exit 0"), output
     assert line.count(" passed") == line.count("SUMMARY: 0 ") == 2
+    asked = [json.loads(word) for word in (tmp_path / "asked").read_text().splitlines()]
     assert {tool for tool, _, _ in asked} == {"racecheck"}
     assert {card for _, card, _ in asked} == {"3", "5"}
     assert sorted(case for _, _, cases in asked for case in cases) == [f"test_fine[{i}]" for i in range(6)]
     assert not (tmp_path / "logs").exists()
 
 
-def test_what_was_found_or_failed_is_told(sanitize: Callable[..., Any], tmp_path: Path) -> None:
-    code, output, line, _ = sanitize(CASES.partition("def test_endless")[0], "--batch", 1)
-    assert (code, line[: line.index(":")]) == (9, "8 of 8 cases in 8 processes, exit 9"), output
-    assert line.count("SUMMARY: 2 ") == line.count("1 failed") == 1
-    assert "      2 ========= Invalid __global__ write at 0x\n" in output
-    assert len(list((tmp_path / "logs").iterdir())) == 2
+@pytest.mark.parametrize(
+    ("name", "told"), [("found", "SUMMARY: 2 hazards"), ("wrong", "1 failed"), ("skipped", "1 skipped")]
+)
+def test_what_was_found_or_did_not_pass_is_told(
+    sanitize: Callable[..., Any], tmp_path: Path, name: str, told: str
+) -> None:
+    code, output, line = sanitize(some(name))
+    passed = int(name == "found")
+    assert (code, line[: line.index(":")]) == (9, f"{passed} of 1 cases in 1 processes, exit 9"), output
+    assert told in line
+    assert ("      2 ========= Invalid __global__ write at 0x\n" in output) == (name == "found")
+    assert len(list((tmp_path / "logs").iterdir())) == 1
 
 
 def test_time_that_is_up_costs_what_is_under_way(sanitize: Callable[..., Any]) -> None:
-    endless = CASES.replace("def test_found(): print", "def not_now(): print").replace("def test_wrong", "def nor")
-    code, output, line, _ = sanitize(endless, "--batch", 1, "--limit", 12, "--least", 1)
-    assert (code, line[: line.index(":")]) == (124, "6 of 7 cases in 6 processes, exit 124"), output
+    code, output, line = sanitize(some("endless"), "--limit", 8, "--least", 0.1)
+    assert (code, line) == (124, "0 of 1 cases in 0 processes, exit 124: \n"), output
     assert "\nnot ended: test_cases.py::test_endless\n" in output
 
 
-def test_no_cases_are_an_error(sanitize: Callable[..., Any]) -> None:
-    code, output, line, _ = sanitize("def test_other(): pass\n")
+@pytest.mark.parametrize("cases", ["def test_other(): pass\n", "import what_is_not_there\n"])
+def test_no_cases_are_an_error(sanitize: Callable[..., Any], cases: str) -> None:
+    code, output, line = sanitize(cases)
     assert (code, line) == (1, ""), output
-    assert "no case marked `sanitize` in test_cases.py" in output
+    assert "sanitize.py: no cases from test_cases.py:\n" in output
 
 
-def test_a_run_that_is_ended_leaves_nothing_behind(tmp_path: Path, sanitize: Callable[..., Any]) -> None:
-    assert sanitize(CASES.partition("def test_found")[0])[0] == 0
-    (tmp_path / "asked").unlink()
-    (tmp_path / "test_cases.py").write_text(
-        CASES.replace("def test_found", "def found").replace("range(6)", "range(1)")
-    )
-    script = Path(__file__).resolve().parents[2] / "scripts" / "sanitize.py"
-    command = [sys.executable, str(script), "memcheck", "test_cases.py", "--batch", "1"]
-    with subprocess.Popen(command, cwd=tmp_path) as process:
-        while not (tmp_path / "asked").exists() or "endless" not in (tmp_path / "asked").read_text():
-            time.sleep(0.1)
-        process.terminate()
-        assert process.wait(30) == 143
-    own = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"test_cases.py::test_endless" in read(path)]
-    assert own == []
+def test_a_tool_that_is_not_there_is_named(sanitize: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "bin" / "compute-sanitizer").unlink()
+    code, output, line = sanitize(some("fine"))
+    assert (code, line) == (1, ""), output
+    assert "no compute-sanitizer on the path" in output
 
 
-def read(path: Path) -> bytes:
-    """Of a process that may end meanwhile."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_ended_leaves_nothing_behind(
+    tmp_path: Path, sanitize: Callable[..., Any], number: signal.Signals
+) -> None:
+    assert callable(sanitize)  # which has put the tool on the path
+    (tmp_path / "test_cases.py").write_text(some("endless", "fine"))
+    command = [sys.executable, str(SCRIPT), "memcheck", "test_cases.py", "--batch", "1", "--processes", "8"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
-        return path.read_bytes()
+        wait_for((tmp_path / "asked").exists)  # some have just begun, others have not
+        process.send_signal(number)
+        assert process.wait(60) not in (0, None)
+        wait_for(lambda: not [path for path in Path("/proc").glob("[0-9]*/cwd") if where(path) == tmp_path])
+    finally:
+        process.kill()
+
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "sanitize.py"
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def where(link: Path) -> Path | None:
+    """Of a process, which may end meanwhile."""
+    try:
+        return link.readlink()
     except OSError:
-        return b""
+        return None
