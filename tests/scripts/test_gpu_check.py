@@ -91,7 +91,8 @@ def test_files_that_did_not_run_keep_their_results(check: Callable[..., Any], tm
     for name, line in (
         ("memcheck", "3 of 3 cases"),
         ("racecheck.test_a", "2 of 3 cases"),
-        ("racecheck", "0 of 9 cases"),
+        ("racecheck", "0 of 9 cases in 0 processes, exit 124: "),
+        ("racecheck.test_b", "0 of 9 cases in 3 processes, exit 9: 9 failed"),
     ):
         (state / f"{name}.txt").write_text(line)
     (state / "tests.part.xml").write_text(junit("tests.test_b", ENDED))
@@ -102,7 +103,8 @@ def test_files_that_did_not_run_keep_their_results(check: Callable[..., Any], tm
     assert tests["tree"] == TREE
     assert tests["sanitizer"] == {
         "memcheck": {"result": "3 of 3 cases", "tree": TREE},  # of all files, not that of some any more
-        "racecheck": before["racecheck"],  # 0 of 9 say nothing
+        "racecheck": before["racecheck"],  # none that ended say nothing
+        "racecheck.test_b": {"result": "0 of 9 cases in 3 processes, exit 9: 9 failed", "tree": TREE},
         "racecheck.test_a": {"result": "2 of 3 cases", "tree": TREE},
     }
     assert tests["files"] == {
