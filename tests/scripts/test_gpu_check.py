@@ -160,3 +160,34 @@ def test_every_card_takes_the_next_row_and_one_that_fails_loses_no_other(
     rows = [json.loads(line) for line in (tmp_path / "out" / "gpu_check" / "e2e.families.jsonl").open()]
     assert len({row["shape"] for row in rows}) == len(rows) == 10
     assert {row["device"] for row in rows} == {"cuda:0", "cuda:1"}
+
+
+def test_stale_names_what_is_of_another_tree_or_a_sample(check: Callable[..., Any], tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout.strip()
+
+    folders = ("csrc", "runtime", "models")
+    for folder in folders:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").write_text("")
+    git("init")
+    git("add", *folders)
+    git("commit", "--message", "all")
+    tree = " ".join(f"{folder}={git('rev-parse', f'HEAD:{folder}')}" for folder in folders)
+    record = tmp_path / "benchmarks" / "h200"
+    record.mkdir(parents=True)
+    (tmp_path / "tests").mkdir()
+    whole = {"result": "9 of 9 cases in 3 processes", "tree": tree}
+    summary = {"tree": tree, "files": {}, "sanitizer": {"memcheck": whole}, "schedules": {"passed": 1, "tree": tree}}
+    (record / "tests.json").write_text(json.dumps(summary))
+    assert check("--stale").stdout == f"the record in {record.relative_to(tmp_path)} is of this tree\n"
+    sample = {"result": "4 of 9 cases in 2 processes", "tree": tree}
+    summary |= {"sanitizer": {"memcheck": {**whole, "tree": TREE}, "racecheck": sample}, "cards": {"tree": TREE}}
+    (record / "tests.json").write_text(json.dumps(summary))
+    (record / "e2e.json").write_text(json.dumps([{"tree": tree}, {"tree": TREE}]))
+    assert check("--stale").stdout.splitlines() == [
+        "e2e.json: 1 of 2 rows are of another tree",
+        "tests.json: of another tree: memcheck cards",
+        "tests.json: racecheck: 4 of 9 cases passed",
+    ]
