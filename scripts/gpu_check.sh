@@ -84,9 +84,10 @@ for path in map(Path, paths):
             old = 1
             print(f"{path.name}: of another tree: {' '.join(names)}")
         for name, ran in record["sanitizer"].items():
-            if (count := re.match(r"(\d+) of (\d+) ", ran["result"])) and count[1] != count[2]:
+            count = re.match(r"(\d+) of (\d+) cases(, \d+ of \d+ kernels)?", ran["result"])
+            if count and count[1] != count[2]:
                 old = 1
-                print(f"{path.name}: {name}: {count[0]}cases passed")
+                print(f"{path.name}: {name}: {count[0]} passed")
 sys.exit(old)
 PYTHON
   [[ $changed == 1 ]] || echo "the record in $1 is of this tree"
@@ -106,7 +107,7 @@ build() {  # for the card that is present, or from a wheel for all; into a folde
   $python -c "import compressed_tensors, transformers, xdist"  # what the tests need, before minutes are spent
   rm -rf "$site" && mkdir -p "$site"
   local other
-  rm -f "$state/wheel.txt" "$state"/tests*.{xml,cut} "$state"/*check*.txt
+  rm -f "$state/wheel.txt" "$state"/tests*.{xml,cut} "$state"/*check*.txt "$state"/kernels*.jsonl
   $python -m pip install -q --no-build-isolation --no-deps --no-index --target "$site" "${wheel:-.}"
   if [[ -n $wheel ]]; then
     other=$(diff -rq -x __pycache__ runtime "$site/nibblelm" | grep -v "^Only in $site/nibblelm" || true)
@@ -217,7 +218,8 @@ sanitize() {  # $1: tool
   [[ ${#what[@]} -gt 0 ]] || { echo "gpu_check: no tests for sanitizers in '$only'" >&2; return 2; }
   local to
   to=$state/$(part_name "$1")
-  $python scripts/sanitize.py "$1" "${what[@]}" --limit "$(left)" --logs "$to.logs" --result "$to.txt"
+  $python scripts/sanitize.py "$1" "${what[@]}" --limit "$(left)" --kernels "$state/$(part_name kernels).jsonl" \
+    --logs "$to.logs" --result "$to.txt"
 }
 
 bench() {  # card, shape, bits and group size; the rest: options

@@ -1,15 +1,18 @@
 """Run the tests marked `sanitize` under a tool of compute-sanitizer, in many short processes.
 
-    python scripts/sanitize.py memcheck tests/ops [--limit S] [--result memcheck.txt] [--logs DIR]
+    python scripts/sanitize.py memcheck tests/ops [--limit S] [--kernels FILE] [--result memcheck.txt] [--logs DIR]
 
 Only this project's kernels are looked at: torch's reductions have what racecheck calls hazards. A process has --batch
 cases, in an order drawn once and for all: a limit costs those that are under way then, and leaves a sample of all
-others. Cards are those that CUDA_VISIBLE_DEVICES names, in turn. The result is one line: how many cases of how many
-passed, and each process's summary. Exits with 9 where something was found or a case did not pass (one that is skipped,
-too), else with 124 where time was up before all had ended.
+others. With --kernels, what each case launches (FILE, or else a first run without the tool, which writes it there), the
+first are a few that launch every instantiation of a kernel that all launch. Cards are those that CUDA_VISIBLE_DEVICES
+names, in turn. The result is one line: how many cases of how many passed, how many kernels of how many those launched,
+and each process's summary. Exits with 9 where something was found or a case did not pass (one that is skipped, too),
+else with 124 where time was up before all had ended.
 """
 
 import argparse
+import json
 import os
 import random
 import re
@@ -35,6 +38,13 @@ PLACES = re.compile(r"^=+ .*(?:Error: |Warning: |Invalid|Uninit).*$", re.MULTILI
 VARYING = re.compile(r"(?<=0x)[0-9a-f]+|\[\d+ hazards\]")
 CLEAN = "SUMMARY: 0 "
 
+CASE_NS = 3_000_000
+"""What a case takes under a tool besides its kernels, in nanoseconds of kernels without: a second or two, and kernels
+take several hundred times as long under racecheck."""
+
+Kernels = dict[str, dict[str, int]]
+"""By case, nanoseconds of each kernel that it launches."""
+
 Result = tuple[Sequence[str], int | None, str]
 """Cases of a process, its exit code (None where it did not end in time), its output."""
 
@@ -46,6 +56,46 @@ def collected(paths: Sequence[str]) -> list[str]:
     if listed.returncode != 0:
         raise SystemExit(f"sanitize.py: no cases from {' '.join(paths)}:\n{listed.stdout}{listed.stderr}")
     return [line for line in listed.stdout.splitlines() if "::" in line]
+
+
+def kernels_of(paths: Sequence[str], file: Path, limit: float) -> Kernels:
+    """What each marked case launches, from the file; where there is none yet, from a run without the tool."""
+    if not file.exists():
+        here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        partial = file.with_name(f"{file.name}.partial").resolve()
+        partial.unlink(missing_ok=True)
+        environment = os.environ | {"KERNELS_OF_CASES": str(partial), "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+        command = [
+            "timeout",
+            "--kill-after=10",
+            str(limit),
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+        ]
+        options = ["-m", "sanitize", "-p", "kernels_of_cases", "-n", str(min(len(os.sched_getaffinity(0)), PER_CARD))]
+        ran = subprocess.run([*command, *options, *paths], env=environment, capture_output=True, text=True, check=False)
+        if ran.returncode not in (0, 1):  # what fails does so with the tool, too
+            raise SystemExit(f"sanitize.py: which kernels cases launch:\n{ran.stdout[-3000:]}{ran.stderr[-3000:]}")
+        partial.replace(file)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return {row["case"]: row["kernels"] for row in rows}
+
+
+def covering(cases: Sequence[str], launched: Kernels) -> list[str]:
+    """The cases, the first of them such that they launch all kernels soon, the others as they were."""
+    rest, missing = list(cases), {name for case in cases for name in launched.get(case, ())}
+    first: list[str] = []
+    while missing:  # the one with the most new kernels for its time
+        kernels = [launched.get(case, {}) for case in rest]
+        worth = [len(missing & own.keys()) / (CASE_NS + sum(own.values())) for own in kernels]
+        best = worth.index(max(worth))
+        missing -= kernels[best].keys()
+        first.append(rest.pop(best))
+    return first + rest
 
 
 class Processes:
@@ -95,9 +145,10 @@ class Processes:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def judged(results: Sequence[Result]) -> tuple[int, list[str], list[str], list[str]]:
-    """How many cases passed; each process's last lines; the cases that did not end; outputs with something in them."""
-    passed, ends, late, found = 0, [], [], []
+def judged(results: Sequence[Result]) -> tuple[int, list[str], list[str], list[str], list[str]]:
+    """How many cases passed; cases of the processes with nothing in them; each process's last lines; the cases that did
+    not end; outputs with something in them."""
+    passed, fine, ends, late, found = 0, [], [], [], []
     for share, code, output in results:
         if code is None:
             late += share
@@ -107,9 +158,10 @@ def judged(results: Sequence[Result]) -> tuple[int, list[str], list[str], list[s
             passed += own
             ends += ENDS.findall(output) or output.splitlines()[-3:]
             clean = code == 0 and CLEAN in output and own == len(share)
+            fine += share if clean else ()
         if not clean:
             found.append(output)
-    return passed, ends, late, found
+    return passed, fine, ends, late, found
 
 
 def main() -> int:
@@ -120,6 +172,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, metavar="N", help="at a time (a processor's each, 16 a card at most)")
     parser.add_argument("--limit", type=float, default=86400, metavar="S", help="seconds of all")
     parser.add_argument("--least", type=float, default=20, metavar="S", help="begin none with less, of all, left (20)")
+    parser.add_argument("--kernels", type=Path, metavar="FILE", help="what cases launch; made if it is not there")
     parser.add_argument("--result", type=Path, metavar="FILE", help="where the line goes (it is printed, too)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="where outputs of processes with findings go")
     args = parser.parse_args()
@@ -132,6 +185,8 @@ def main() -> int:
         raise SystemExit("sanitize.py: no compute-sanitizer on the path; it comes with the CUDA toolkit")
     cases = collected(args.path)
     random.Random(0).shuffle(cases)
+    launched = kernels_of(args.path, args.kernels, args.limit) if args.kernels else {}
+    cases = covering(cases, launched)
     shares = [cases[i : i + args.batch] for i in range(0, len(cases), args.batch)]
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     processes = Processes(args.tool, until, args.least)
@@ -145,10 +200,12 @@ def main() -> int:
         except BaseException:  # Ctrl-C, say
             processes.stop()
             raise
-    passed, ends, late, found = judged(results)
+    passed, fine, ends, late, found = judged(results)
     code = 9 if found else 124 if late else 0
     ended = sum(code is not None for _, code, _ in results)
-    line = f"{passed} of {len(cases)} cases in {ended} processes, exit {code}: {' '.join(ends)}"
+    seen, all_kernels = ({name for case in some for name in launched.get(case, ())} for some in (fine, cases))
+    kernels = f", {len(seen)} of {len(all_kernels)} kernels," if all_kernels else ""
+    line = f"{passed} of {len(cases)} cases{kernels} in {ended} processes, exit {code}: {' '.join(ends)}"
     print(f"{args.tool}: {line}")
     if args.result:
         args.result.write_text(line + "\n")

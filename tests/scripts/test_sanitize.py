@@ -86,6 +86,33 @@ def test_all_cases_run_in_processes_of_some(sanitize: Callable[..., Any], tmp_pa
     assert not (tmp_path / "logs").exists()
 
 
+def test_cases_that_launch_all_kernels_come_first(sanitize: Callable[..., Any], tmp_path: Path) -> None:
+    launched = [{"a": 9_000_000}, {"a": 1_000, "b": 1_000}, {"b": 9_000}, {"a": 1, "c": 1}, {"c": 10**12}, {}]
+    lines = [json.dumps({"case": f"test_cases.py::test_fine[{i}]", "kernels": own}) for i, own in enumerate(launched)]
+    (tmp_path / "kernels").write_text("\n".join(lines))
+    code, output, line = sanitize(some("fine"), "--batch", 1, "--processes", 1, "--kernels", "kernels")
+    assert (code, line[: line.index(":")]) == (0, "6 of 6 cases, 3 of 3 kernels, in 6 processes, exit 0"), output
+    asked = [json.loads(word)[2][0] for word in (tmp_path / "asked").read_text().splitlines()]
+    assert set(asked[:2]) == {"test_fine[1]", "test_fine[3]"}
+
+
+def test_kernels_of_what_did_not_pass_do_not_count(sanitize: Callable[..., Any], tmp_path: Path) -> None:
+    launched = {"fine[0]": {"a": 1}, "wrong": {"a": 1, "b": 1}}
+    lines = [json.dumps({"case": f"test_cases.py::test_{case}", "kernels": own}) for case, own in launched.items()]
+    (tmp_path / "kernels").write_text("\n".join(lines))
+    code, output, line = sanitize(some("fine", "wrong"), "--batch", 1, "--kernels", "kernels")
+    assert (code, line[: line.index(":")]) == (9, "6 of 7 cases, 1 of 2 kernels, in 7 processes, exit 9"), output
+
+
+def test_what_cases_launch_is_found_out_where_it_is_not_known(sanitize: Callable[..., Any], tmp_path: Path) -> None:
+    code, output, line = sanitize(some("fine", "found"), "--kernels", "kernels")  # which print without the tool, too
+    assert (code, line[: line.index(":")]) == (9, "7 of 7 cases in 2 processes, exit 9"), output
+    rows = [json.loads(row) for row in (tmp_path / "kernels").read_text().splitlines()]
+    names = ["test_found", *(f"test_fine[{i}]" for i in range(6))]
+    assert sorted(row["case"] for row in rows) == sorted(f"test_cases.py::{name}" for name in names)
+    assert all(row["kernels"] == {} for row in rows)  # without a card
+
+
 @pytest.mark.parametrize(
     ("name", "told"), [("found", "SUMMARY: 2 hazards"), ("wrong", "1 failed"), ("skipped", "1 skipped")]
 )
