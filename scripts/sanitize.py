@@ -6,9 +6,9 @@ Only this project's kernels are looked at: torch's reductions have what racechec
 cases, in an order drawn once and for all: a limit costs those that are under way then, and leaves a sample of all
 others. With --kernels, what each case launches (FILE, or else a first run without the tool, which writes it there), the
 first are a few that launch every instantiation of a kernel that all launch. Cards are those that CUDA_VISIBLE_DEVICES
-names, in turn. The result is one line: how many cases of how many passed, how many kernels of how many those launched,
-and each process's summary. Exits with 9 where something was found or a case did not pass (one that is skipped, too),
-else with 124 where time was up before all had ended.
+names, in turn. The result is one line: how many cases of how many passed, how many kernels those launched of how many
+the extension has, and each process's summary. Exits with 9 where something was found or a case did not pass (one that
+is skipped, too), else with 124 where time was up before all had ended.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,14 @@ def covering(cases: Sequence[str], launched: Kernels) -> list[str]:
         missing -= kernels[best].keys()
         first.append(rest.pop(best))
     return first + rest
+
+
+def compiled_kernels() -> int:
+    """How many the installed extension has. Of cuobjdump's rows of symbols theirs say ENTRY."""
+    spec = find_spec("nibblelm._cuda")
+    library = [spec.origin] if spec and spec.origin else []
+    rows = subprocess.run(["cuobjdump", "-symbols", *library], capture_output=True, text=True, check=True).stdout
+    return len({row.split()[-1] for row in rows.splitlines() if re.search(r"\b(STO_)?ENTRY\b", row)})
 
 
 class Processes:
@@ -181,11 +190,13 @@ def main() -> int:
         args.result.unlink(missing_ok=True)  # an older one must not seem to be this run's
     if args.logs:
         shutil.rmtree(args.logs, ignore_errors=True)
-    if shutil.which("compute-sanitizer") is None:
-        raise SystemExit("sanitize.py: no compute-sanitizer on the path; it comes with the CUDA toolkit")
+    for name in ("compute-sanitizer", "cuobjdump"):
+        if shutil.which(name) is None:
+            raise SystemExit(f"sanitize.py: no {name} on the path; it comes with the CUDA toolkit")
     cases = collected(args.path)
     random.Random(0).shuffle(cases)
     launched = kernels_of(args.path, args.kernels, args.limit) if args.kernels else {}
+    count = compiled_kernels() if args.kernels else 0
     cases = covering(cases, launched)
     shares = [cases[i : i + args.batch] for i in range(0, len(cases), args.batch)]
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
@@ -203,8 +214,9 @@ def main() -> int:
     passed, fine, ends, late, found = judged(results)
     code = 9 if found else 124 if late else 0
     ended = sum(code is not None for _, code, _ in results)
-    seen, all_kernels = ({name for case in some for name in launched.get(case, ())} for some in (fine, cases))
-    kernels = f", {len(seen)} of {len(all_kernels)} kernels," if all_kernels else ""
+    kernels = (
+        f", {len({name for case in fine for name in launched.get(case, ())})} of {count} kernels," if count else ""
+    )
     line = f"{passed} of {len(cases)} cases{kernels} in {ended} processes, exit {code}: {' '.join(ends)}"
     print(f"{args.tool}: {line}")
     if args.result:

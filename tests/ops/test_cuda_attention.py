@@ -147,7 +147,9 @@ def test_small(d: int, dtype: torch.dtype, option: str) -> None:
         c["positions"].clamp_(max=599)
         check(c, **options_of(option, m, 4, capacity, 1))
     c = make(33, 2, 1, d, 50, dtype)
-    check(c, **prompts(33), **options_of(option, 33, 2, 50, 1))
+    for wgmma in (True, False):
+        with cuda.wgmma(wgmma):
+            check(c, **prompts(33), **options_of(option, 33, 2, 50, 1))
 
 
 @pytest.mark.parametrize("dtype", [BF16, INT8])

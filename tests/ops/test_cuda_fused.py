@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nibblelm import ops
 from nibblelm.ops import PackedLinear, QuantizedWeight, cuda
-from nibblelm.ops.types import After, Gate, LinearStep, PostNorm, Weight
+from nibblelm.ops.types import ActivationBits, After, Gate, LinearStep, PostNorm, Weight
 
 USABLE, REASON = cuda.available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")]
@@ -59,6 +59,7 @@ def norm_linear_by_parts(
     gain_bias: Tensor | None = None,
     addend: Tensor | None = None,
     after: After | None = None,
+    activation_bits: ActivationBits = 24,
 ) -> tuple[Tensor, Tensor]:
     if post is not None:
         x = ops.rms_norm(x, *post, None, plus_one)[0]
@@ -70,7 +71,7 @@ def norm_linear_by_parts(
         normed, h = ops.layer_norm(x, gain, gain_bias, EPS, residual)
     else:
         normed, h = ops.rms_norm(x, gain, EPS, residual, plus_one)
-    y = ops.linear(normed, weight, bias, dtype=dtype)
+    y = ops.linear(normed, weight, bias, activation_bits, dtype=dtype)
     if gate is not None:
         y = ops.swiglu(y, weight.pairs) if gate == "silu" else ops.geglu(y, "tanh", weight.pairs)
     if after is not None:
@@ -316,24 +317,29 @@ def test_parts_that_do_not_pair_stay_apart() -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("m", [1, 3, 16, 40])
-def test_small_fused_case(kind: tuple[int, int | torch.dtype], m: int) -> None:
-    weight, gain = packed(48, 128, kind, pairs=True), torch.ones(128, device=DEVICE)
-    x, residual = rows(m, 128, 1), rows(m, 128, 2)
+@pytest.mark.parametrize(
+    ("kind", "bits_of_x"),
+    [*[(kind, 16) for kind in KINDS], *[(kind, 8) for kind in KINDS if isinstance(kind[1], int)]],
+    ids=str,
+)
+@pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 128), (7, 128), (16, 128), (40, 128), (1, 8320)])
+def test_small_fused_case(kind: tuple[int, int | torch.dtype], bits_of_x: ActivationBits, m: int, k: int) -> None:
+    """Also rows of which a thread takes so much that a kernel of its own prepares them."""
+    weight, gain = packed(48, k, kind, pairs=True), torch.ones(k, device=DEVICE)
+    x, residual = rows(m, k, 1), rows(m, k, 2)
     post = (gain * 0.5, EPS)
     cases: list[tuple[Tensor | None, PostNorm | None, Gate]] = [
         (gain, None, "silu"), (gain, post, "tanh"), (None, post, "silu")
     ]  # fmt: skip
     for own, first, gate in cases:
-        want = norm_linear_by_parts(x, own, residual, weight, gate=gate, post=first)
-        got = cuda.norm_linear(x, own, EPS, weight, residual, gate=gate, post=first)
+        want = norm_linear_by_parts(x, own, residual, weight, gate=gate, post=first, activation_bits=bits_of_x)
+        got = cuda.norm_linear(x, own, EPS, weight, residual, None, bits_of_x, gate=gate, post=first)
         assert torch.equal(got[0], want[0])
         assert torch.equal(got[1], want[1])
-    apart = packed(48, 128, kind, pairs=False)
+    apart = packed(48, k, kind, pairs=False)
     for addend in (None, x * 0.5):
-        layer = {"centred": True, "gain_bias": gain * 0.1, "addend": addend}
-        want = norm_linear_by_parts(x, gain, residual, apart, **layer, after="gelu_erf")
-        got = cuda.norm_linear(x, gain, EPS, apart, residual, **layer, after="gelu_erf")
+        layer = {"centred": True, "gain_bias": gain * 0.1, "addend": addend, "after": "gelu_erf"}
+        want = norm_linear_by_parts(x, gain, residual, apart, activation_bits=bits_of_x, **layer)
+        got = cuda.norm_linear(x, gain, EPS, apart, residual, None, bits_of_x, **layer)
         assert torch.equal(got[0], want[0])
         assert torch.equal(got[1], want[1])

@@ -295,6 +295,62 @@ def test_small_case_of_a_split_over_blocks() -> None:
         assert error(run(weight, x), x.double().cpu() @ truth.T) <= FP32_ERROR
 
 
+# Rows of x by columns of W for which K is shared out: decode over two blocks that give each other their sums (at most
+# eight rows, sixteen); tiles of 16 rows, of 64 over several blocks, of 128. From the plans of tiles.h, on 132
+# multiprocessors; 8: one digit, 16: two, 24: three.
+SHARED: dict[tuple[int, int], dict[ActivationBits, list[tuple[int, int]]]] = {
+    (4, -1): {
+        8: [(8, 16384), (12, 12288), (65, 3000)],
+        16: [(3, 28672), (8, 8192), (16, 5000), (33, 2048), (65, 2048)],
+        24: [(8, 5000), (16, 3000)],
+    },
+    (4, 32): {
+        8: [(8, 12288), (16, 8192), (17, 1331)],
+        16: [(3, 28672), (8, 7168), (16, 4096), (16, 8192), (33, 2048)],
+        24: [(8, 4096), (16, 3000)],
+    },
+    (4, 128): {8: [(17, 1331)], 16: [(65, 640)]},
+    (8, -1): {
+        8: [(8, 12288), (12, 12288), (65, 3000)],
+        16: [(3, 16384), (8, 6000), (16, 5000), (16, 12288), (33, 2048), (65, 2048)],
+        24: [(8, 4096), (16, 3000)],
+    },
+    (8, 32): {
+        8: [(7, 12288), (16, 8192), (17, 1331)],
+        16: [(3, 14336), (8, 5000), (16, 5000), (12, 12288), (33, 2048)],
+        24: [(8, 3000), (16, 3000)],
+    },
+    (8, 128): {8: [(17, 1331)], 16: [(16, 12288), (33, 2048)]},
+    (16, 0): {16: [(8, 6000), (16, 5000)], 24: [(8, 2048), (16, 2048)]},
+    (17, 0): {16: [(8, 6000), (16, 5000)], 24: [(8, 3000), (12, 3000)]},
+    (32, 0): {16: [(8, 6000), (16, 5000)], 24: [(8, 2048), (16, 2048)]},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")
+@pytest.mark.parametrize(
+    ("kind", "bits_of_x", "m", "n", "k"),
+    [
+        *[(kind, bits, m, 17, k) for kind, own in SHARED.items() for bits, sizes in own.items() for m, k in sizes],
+        ((4, -1), 8, 1024, 5000, 4096),  # the fewest tiles of 128 rows by 16 strips that are not halved
+    ],
+)
+def test_small_case_of_each_way_to_share_out(
+    kind: tuple[int, int], bits_of_x: ActivationBits, m: int, n: int, k: int
+) -> None:
+    bits, group = kind
+    dtypes = {16: torch.bfloat16, 17: torch.float16, 32: torch.float32}
+    weight, truth = full(n, k, dtypes[bits]) if bits in dtypes else quantized(n, k, bits, group, "zero", torch.float16)
+    x = activations(m, k, torch.float32 if bits_of_x == 24 else torch.bfloat16)
+    bound = {8: ONE_DIGIT_ERROR, 16: DIGIT_ERROR, 24: FP32_ERROR}[bits_of_x]
+    want = x.double().cpu() @ truth.T
+    for wide in (True, False) if m >= 16 else (True,):
+        with cuda.wgmma(wide):
+            assert error(run(weight, x, activation_bits=bits_of_x), want) <= bound, wide
+
+
 @pytest.mark.skipif(USABLE, reason="CUDA works here")
 def test_the_reason_is_said_where_cuda_cannot_run() -> None:
     assert REASON

@@ -49,7 +49,7 @@ def norm_oracle(kind: str, h: Tensor, weight: Tensor, bias: Tensor | None, eps: 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("columns", [1, 3, 17, 63, 64, 172, 331, 2048, 4099, 4096])
+@pytest.mark.parametrize("columns", [1, 3, 17, 63, 64, 172, 331, 1331, 2048, 4099, 4096, 33024])
 def test_norms(kind: str, columns: int, dtype: torch.dtype) -> None:
     for m in (1, 3, 17):
         wide = normal(m, columns + 24, dtype=dtype) * 3 + 1

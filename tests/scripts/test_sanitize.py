@@ -25,6 +25,12 @@ print(done.stdout)
 print("========= Invalid __global__ write at 0x1f\\n" * errors + f"========= RACECHECK SUMMARY: {{errors}} hazards")
 sys.exit(9 if errors else done.returncode)
 """
+# What the extension has, wherever it is; `sh` since a test may run without the extension.
+SYMBOLS = """#!/bin/sh
+echo "symbols:"
+for name in a b b c; do echo "FUNC  LOCAL  DEFAULT  ENTRY  _Z1${name}v"; done
+echo "FUNC  LOCAL  DEFAULT  helper"
+"""
 # The marker in two pieces, lest `gpu_check.sh` take this file for one with such tests.
 CASES = """
 import time
@@ -58,8 +64,9 @@ def sanitize(
 ) -> Callable[..., tuple[int, str, str]]:
     """`sanitize(cases, *arguments)`: exit code, output, and the result's line."""
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "compute-sanitizer").write_text(TOOL)
-    (tmp_path / "bin" / "compute-sanitizer").chmod(0o755)
+    for name, text in (("compute-sanitizer", TOOL), ("cuobjdump", SYMBOLS)):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = sanitize\n")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
@@ -101,12 +108,12 @@ def test_kernels_of_what_did_not_pass_do_not_count(sanitize: Callable[..., Any],
     lines = [json.dumps({"case": f"test_cases.py::test_{case}", "kernels": own}) for case, own in launched.items()]
     (tmp_path / "kernels").write_text("\n".join(lines))
     code, output, line = sanitize(some("fine", "wrong"), "--batch", 1, "--kernels", "kernels")
-    assert (code, line[: line.index(":")]) == (9, "6 of 7 cases, 1 of 2 kernels, in 7 processes, exit 9"), output
+    assert (code, line[: line.index(":")]) == (9, "6 of 7 cases, 1 of 3 kernels, in 7 processes, exit 9"), output
 
 
 def test_what_cases_launch_is_found_out_where_it_is_not_known(sanitize: Callable[..., Any], tmp_path: Path) -> None:
     code, output, line = sanitize(some("fine", "found"), "--kernels", "kernels")  # which print without the tool, too
-    assert (code, line[: line.index(":")]) == (9, "7 of 7 cases in 2 processes, exit 9"), output
+    assert (code, line[: line.index(":")]) == (9, "7 of 7 cases, 0 of 3 kernels, in 2 processes, exit 9"), output
     rows = [json.loads(row) for row in (tmp_path / "kernels").read_text().splitlines()]
     names = ["test_found", *(f"test_fine[{i}]" for i in range(6))]
     assert sorted(row["case"] for row in rows) == sorted(f"test_cases.py::{name}" for name in names)
@@ -140,11 +147,12 @@ def test_no_cases_are_an_error(sanitize: Callable[..., Any], cases: str) -> None
     assert "sanitize.py: no cases from test_cases.py:\n" in output
 
 
-def test_a_tool_that_is_not_there_is_named(sanitize: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "bin" / "compute-sanitizer").unlink()
+@pytest.mark.parametrize("name", ["compute-sanitizer", "cuobjdump"])
+def test_a_tool_that_is_not_there_is_named(sanitize: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    (tmp_path / "bin" / name).unlink()
     code, output, line = sanitize(some("fine"))
     assert (code, line) == (1, ""), output
-    assert "no compute-sanitizer on the path" in output
+    assert f"no {name} on the path" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
