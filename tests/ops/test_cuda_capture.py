@@ -33,6 +33,7 @@ def test_garbage_ends_no_capture() -> None:
         assert torch.equal(result, want)
 
 
+@pytest.mark.sanitize
 def test_each_replay_reads_pinned_memory_anew() -> None:
     source = torch.zeros(5000, dtype=torch.int32).pin_memory()
     first = cuda.read_pinned(torch.empty(5000, dtype=torch.int32, device=DEVICE), source)

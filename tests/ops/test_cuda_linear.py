@@ -346,7 +346,7 @@ def test_small_case_of_each_way_to_share_out(
     x = activations(m, k, torch.float32 if bits_of_x == 24 else torch.bfloat16)
     bound = {8: ONE_DIGIT_ERROR, 16: DIGIT_ERROR, 24: FP32_ERROR}[bits_of_x]
     want = x.double().cpu() @ truth.T
-    for wide in (True, False) if m >= 16 else (True,):
+    for wide in (True, False):
         with cuda.wgmma(wide):
             assert error(run(weight, x, activation_bits=bits_of_x), want) <= bound, wide
 

@@ -134,6 +134,28 @@ def test_small(heads: int, kv_heads: int, d: int, lengths: list[int], capacity: 
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", CACHES)
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+@pytest.mark.parametrize("capacity", [700, 5000])
+def test_a_block_for_each_row(capacity: int, d: int, dtype: torch.dtype) -> None:
+    """So many KV heads of rows that a block takes all parts of one, or most where it may be longer."""
+    c = make_projection([1, 64, 65, 300, 16, 63, 128, 129, 192, 257, 20, 447, 448, 699], 8, 8, d, dtype, capacity)
+    check_rope_attention(c)
+    if d >= 128:
+        check_rope_attention(c, softcap=0.5)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("d", [64, 128])
+def test_of_a_long_cache_behind_a_linear_that_leaves_no_room(d: int) -> None:
+    weight = ops.pack_linear([quantized(64, 4096, 4, -1, "zero", BF16)[0]], DEVICE)
+    c = make_projection([70], 1, 1, d, capacity=16400)
+    want = check_rope_attention(c)
+    ops.linear(activations(16, 4096, BF16), weight)
+    assert same_bits(run_rope_attention(c, True)[0], want)
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", CACHES)
 @pytest.mark.parametrize("d", [64, 80, 96])
 def test_of_several_clusters(d: int, dtype: torch.dtype) -> None:
     check_rope_attention(make_projection([2300, 9], 4, 1, d, dtype, capacity=2400))

@@ -15,8 +15,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROUNDING = {BF16: 2.0**-8, FP16: 2.0**-11, FP32: 2.0**-20}  # of a result; of an exponential and a long sum in fp32
 COLUMNS = [1, 2, 3, 17, 63, 172, 255, 256, 331, 1024, 1025, 4099, 8192, 8200, 16385, 32000, 70001, 131072, 262144]
 
-FORMS = [("warp", 37), ("warp", 64), ("warp", 999), ("warp", 1000)]
-FORMS += [("block", 331), ("block", 4096), ("block", 9001), ("block", 32768)]
+FORMS = [("warp", columns) for columns in (37, 64, 172, 176, 331, 336, 999, 1000)]
+FORMS += [("block", columns) for columns in (331, 4096, 6001, 9001, 12000, 32768)]
 FORMS += [("cluster", columns) for columns in (4099, 16384, 40000, 131072)]
 FORMS += [("online", columns) for columns in (1, 4099, 8192)]
 
@@ -130,6 +130,21 @@ def test_activations(columns: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.sanitize
 @pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("at", [0, 3])
+def test_gates_in_pairs(at: int, dtype: torch.dtype) -> None:
+    """The same as of gates and ups apart, of rows that are aligned and that are not."""
+    columns = 176
+    for m in (1, 17):
+        x = normal(m, 2 * columns + at, dtype=dtype)[:, at:]
+        gate, up = x.unflatten(1, (-1, 2, 8)).unbind(2)
+        apart = torch.cat([gate.flatten(1), up.flatten(1)], 1)
+        assert torch.equal(ops.swiglu(x, pairs=True), ops.swiglu(apart))
+        assert torch.equal(ops.geglu(x, "tanh", pairs=True), ops.geglu(apart, "tanh"))
+        assert torch.equal(ops.geglu(x, "erf", pairs=True), ops.geglu(apart, "erf"))
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("columns", [1, 17, 172, 4099])
 def test_relu_and_scale(columns: int, dtype: torch.dtype) -> None:
     """Rounded once, as torch rounds them; rows that are not aligned too."""
@@ -148,6 +163,7 @@ def test_add(columns: int, dtype: torch.dtype) -> None:
     for m in (1, 17):
         x, y = normal(m, columns, dtype=dtype), normal(m, columns + 3, dtype=dtype)[:, 3:]
         assert torch.equal(ops.add(x, y), x + y)
+        assert torch.equal(ops.add(x, x), x + x)
 
 
 @pytest.mark.sanitize
