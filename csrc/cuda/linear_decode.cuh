@@ -328,6 +328,9 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     __syncthreads();
     if (Grouped && link + 1 < links) ask_for_records(chain.links[link + 1]);
     compute_link<F, Grouped, D, C, Joined, E>(at, ring, refill);
+    // An owner waits for all that is stored in its block, but racecheck, which does not see for what, says it might
+    // end.
+    if constexpr (Joined) cluster_arrive(), cluster_wait();
     if (link + 1 < links) waits_for(chain.links[link + 1]) ? grid.arrive() : __syncthreads();
   }
 }

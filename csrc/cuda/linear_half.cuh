@@ -1,5 +1,5 @@
 // Codes of int4 weights in groups of 128, less their zero-points, in fp16, where they are exact. So are activations
-// over their slice's scale, integers of at most 9 significant bits, and a group's sum in fp32 (kBounded): the integer
+// over their slice's scale, integers of at most 8 significant bits, and a group's sum in fp32 (kBounded): the integer
 // that digits give, in whatever order it is added up.
 #pragma once
 

@@ -238,7 +238,7 @@ struct LargeRing {
         weights(keep(base + Shape::kLayout.weights_at + warp * Shape::kRing * kChunkWeights)) {
     if (threadIdx.x < Shape::kRing) {
       barrier_init(full + threadIdx.x * 8, kArrivals);
-      barrier_init(empty + threadIdx.x * 8, Shape::kWarps);
+      barrier_init(empty + threadIdx.x * 8, Shape::kWarps * kWarp);
       barrier_init_fence();
     }
     if (threadIdx.x == 0) {
@@ -389,11 +389,11 @@ struct LargeRing {
     const uint2 pair = load_shared<uint2>(scales(held) + (t * 8 + lane % 4 * 2) * 4);
     return make_float2(__uint_as_float(pair.x), __uint_as_float(pair.y));
   }
-  // The products of the chunk before have been waited for, and its scales read.
+  // The products of the chunk before have been waited for, and its scales read. By every lane: racecheck does not see
+  // that one of them, behind `__syncwarp`, speaks for all.
   __device__ __forceinline__ void release() {
     if (held < 0) return;
-    __syncwarp();
-    if (lane == 0) barrier_arrive(empty + held * 8);
+    barrier_arrive(empty + held * 8);
     held = -1;
   }
 };
