@@ -26,13 +26,11 @@ def table_of(slots: int, capacity: int, device: torch.device | str = "cpu", seed
 
 def paged(cache: Tensor, tables: Tensor) -> Tensor:
     """The pool that has each slot's positions on the pages of its table; NaN (codes: 77) where nothing is."""
-    slots, heads, capacity, width = cache.shape
+    _, heads, capacity, width = cache.shape
     nothing = torch.nan if cache.is_floating_point() else 77
     pool = torch.full((tables.numel() + 1, heads, PAGE, width), nothing, dtype=cache.dtype, device=cache.device)
-    for slot in range(slots):
-        for first in range(0, capacity, PAGE):
-            part = cache[slot, :, first : first + PAGE]
-            pool[int(tables[slot, first // PAGE]), :, : part.shape[1]] = part
+    whole = torch.nn.functional.pad(cache, (0, 0, 0, tables.shape[1] * PAGE - capacity), value=nothing)
+    pool[tables.flatten().long()] = whole.unflatten(2, (-1, PAGE)).transpose(1, 2).flatten(0, 1)
     return pool
 
 
@@ -57,7 +55,7 @@ def positions_of(pool: Pages, tables: Tensor) -> Tensor:
     if isinstance(pool, Int8Pages):
         codes, scales = (positions_of(t, tables) for t in _with_columns(pool.codes, pool.scales))
         return codes.double() * scales.double()
-    return torch.stack([torch.cat([pool[page] for page in row], 1) for row in tables.tolist()])
+    return pool[tables.long()].transpose(1, 2).flatten(2, 3)
 
 
 def moved(pool: Pages, tables: Tensor, to: Tensor) -> Pages:

@@ -58,38 +58,38 @@ def in_order(c: dict[str, Any]) -> dict[str, Any]:
 def oracle(c: dict[str, Any], unpacked: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
     """Float64 attention with every mask written out as a matrix: the result and the same with |v|. `unpacked`: of an
     int8 cache rounded to bf16, as prompts read it."""
-    q = c["q"].double()
+    q, slots = c["q"].double(), c["slots"].long()
     k_cache, v_cache = (positions_of(c[name], c["tables"]) for name in ("k_cache", "v_cache"))
     if unpacked and c["k_cache"].dtype == INT8:
         k_cache, v_cache = k_cache.float().to(BF16), v_cache.float().to(BF16)
-    k_cache, v_cache = k_cache.double(), v_cache.double()
-    m, heads, _ = q.shape
-    per_kv, columns = heads // k_cache.shape[1], torch.arange(k_cache.shape[2], device=DEVICE)
-    position = c["positions"].long().view(m, 1)
+    per_kv, columns = q.shape[1] // k_cache.shape[1], torch.arange(k_cache.shape[2], device=DEVICE)
+    position = c["positions"].long()[:, None]
     allowed = columns <= position
     if (prefix := options.get("prefix_lengths")) is not None:
-        allowed |= columns < prefix.view(m, 1)
+        allowed |= columns < prefix[:, None]
     if window := options.get("window", 0):
         allowed &= columns > position - window
     if (starts := options.get("starts")) is not None:
-        allowed &= columns >= starts[c["slots"].long()].view(m, 1)
-    out, magnitude = [], []
-    for row in range(m):
-        k, v = (t[c["slots"][row]].repeat_interleave(per_kv, 0) for t in (k_cache, v_cache))
-        seen = allowed[row].clone()
-        scores = torch.einsum("hd,hpd->hp", q[row], k.masked_fill(~seen.view(1, -1, 1), 0)) * c["scale"]
+        allowed &= columns >= starts[slots][:, None]
+    bias = torch.zeros(len(q), 1, columns.numel(), dtype=torch.float64, device=DEVICE)
+    if (mask := options.get("mask")) is not None:
+        allowed[:, mask.shape[1] :] = False
+        bias[:, 0, : mask.shape[1]] = mask
+    if (slopes := options.get("alibi_slopes")) is not None:
+        bias = bias + slopes.double()[:, None] * (columns - position)[:, None]
+    out, magnitude = torch.zeros_like(q), torch.zeros_like(q)
+    for slot in slots.unique().tolist():  # with all of its rows
+        rows = slots == slot
+        seen = allowed[rows]
+        k, v = (t[slot].double().repeat_interleave(per_kv, 0) for t in (k_cache, v_cache))
+        scores = torch.einsum("rhd,hpd->rhp", q[rows], k) * c["scale"]
         if softcap := options.get("softcap", 0.0):
             scores = softcap * torch.tanh(scores / softcap)
-        if (slopes := options.get("alibi_slopes")) is not None:
-            scores = scores + slopes.double().view(-1, 1) * (columns - position[row])
-        if (mask := options.get("mask")) is not None:
-            seen[mask.shape[1] :] = False
-            scores = scores + torch.nn.functional.pad(mask[row].double(), (0, columns.numel() - mask.shape[1]))
-        p = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).nan_to_num(0.0)
-        v = v.masked_fill(~seen.view(1, -1, 1), 0)
-        out.append(torch.einsum("hp,hpd->hd", p, v).flatten())
-        magnitude.append(torch.einsum("hp,hpd->hd", p, v.abs()).flatten())
-    return torch.stack(out), torch.stack(magnitude)
+        p = (scores + bias[rows]).masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num(0.0)
+        v = v.masked_fill(~seen.any(0)[:, None], 0)  # where no row looks may be anything
+        out[rows] = torch.einsum("rhp,hpd->rhd", p, v)
+        magnitude[rows] = torch.einsum("rhp,hpd->rhd", p, v.abs())
+    return out.flatten(1), magnitude.flatten(1)
 
 
 def prompts(*counts: int) -> dict[str, Any]:

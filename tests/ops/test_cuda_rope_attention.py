@@ -1,6 +1,7 @@
 """CUDA rope_attention: the bits of the ops it fuses, whatever the batch and the cache, and float64 attention."""
 
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,14 @@ def run_rope_attention(c: dict[str, Any], together: bool, **options: Any) -> tup
     copies = {name: copied(c[name]) for name in ("qkv", "k_cache", "v_cache")}
     out = cuda.rope_attention(**(c | copies), **options) if together else by_parts(c | copies, **options)
     return out, copies["k_cache"], copies["v_cache"]
+
+
+def each_alone(c: dict[str, Any], rows: Sequence[int], **options: Any) -> Iterator[tuple[int, Tensor]]:
+    """Every row's result without the others, all on one copy of the caches: each writes the place that is its own."""
+    caches = {name: copied(c[name]) for name in ("k_cache", "v_cache")}
+    for m in rows:
+        row = {name: c[name][m : m + 1].clone() for name in ("qkv", "slots", "positions")}
+        yield m, cuda.rope_attention(**(c | caches | row), **options)
 
 
 def oracle(
@@ -168,9 +177,8 @@ def test_the_newest_position_at_every_place_of_a_tile(d: int, dtype: torch.dtype
     lengths = [start + i for start in (1, 97, 1985) for i in range(16)]
     c = make_projection(lengths, 4, 4, d, dtype, capacity=2100)
     whole = check_rope_attention(c)
-    for m in range(len(lengths)):
-        row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
-        assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True)[0])
+    for m, alone in each_alone(c, range(len(lengths))):
+        assert same_bits(whole[m : m + 1], alone)
 
 
 @pytest.mark.parametrize("dtype", CACHES)
@@ -267,9 +275,8 @@ def test_is_the_ops_it_fuses(heads: int, kv_heads: int, d: int, window: int, dty
     """Rows of every length, each as it is alone; one head a KV head up to more than the tile has columns."""
     c = make_projection(LENGTHS, heads, kv_heads, d, dtype)
     whole = check_rope_attention(c, window=window)
-    for m in range(len(LENGTHS)):
-        row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
-        assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
+    for m, alone in each_alone(c, range(len(LENGTHS)), window=window):
+        assert same_bits(whole[m : m + 1], alone)
 
 
 @pytest.mark.parametrize("window", [0, 45, 450])
@@ -319,9 +326,8 @@ def test_of_some_short_rows(heads: int, kv_heads: int, rows: int, d: int, dtype:
     c = make_projection(lengths, heads, kv_heads, d, dtype, capacity=512)
     for window in (0, 45, 300):
         whole = check_rope_attention(c, window=window)
-        for m in range(rows):
-            row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
-            assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
+        for m, alone in each_alone(c, range(rows), window=window):
+            assert same_bits(whole[m : m + 1], alone)
         some = c | {"slots": c["slots"].clone()}
         some["slots"][1::3] = -1
         live = some["slots"] >= 0
@@ -361,9 +367,8 @@ def test_of_very_many_rows(heads: int, more: int, capacity: int, d: int, dtype: 
     c = make_projection(lengths, heads, 8, d, dtype, capacity)
     for window in (0, 45, 300):
         whole = check_rope_attention(c, window=window)
-        for m in (*range(12), *range(40, len(lengths), 32)):
-            row = {name: c[name][m : m + 1] for name in ("qkv", "slots", "positions")}
-            assert same_bits(whole[m : m + 1], run_rope_attention(c | row, True, window=window)[0])
+        for m, alone in each_alone(c, (*range(12), *range(40, len(lengths), 32)), window=window):
+            assert same_bits(whole[m : m + 1], alone)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [pytest.param(8, 2, marks=pytest.mark.sanitize), (20, 5)])
