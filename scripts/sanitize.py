@@ -66,21 +66,21 @@ def kernels_of(paths: Sequence[str], file: Path, limit: float) -> Kernels:
         partial = file.with_name(f"{file.name}.partial").resolve()
         partial.unlink(missing_ok=True)
         environment = os.environ | {"KERNELS_OF_CASES": str(partial), "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
-        command = [
-            "timeout",
-            "--kill-after=10",
-            str(limit),
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-        ]
-        options = ["-m", "sanitize", "-p", "kernels_of_cases", "-n", str(min(len(os.sched_getaffinity(0)), PER_CARD))]
-        ran = subprocess.run([*command, *options, *paths], env=environment, capture_output=True, text=True, check=False)
-        if ran.returncode not in (0, 1):  # what fails does so with the tool, too
-            raise SystemExit(f"sanitize.py: which kernels cases launch:\n{ran.stdout[-3000:]}{ran.stderr[-3000:]}")
+        plugins = ["-p", "no:cacheprovider", "-p", "kernels_of_cases"]
+        workers = str(min(len(os.sched_getaffinity(0)), PER_CARD))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-q", *plugins, "-n", workers, "-m", "sanitize", *paths],
+            env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except BaseException as e:  # Ctrl-C, too
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(e, subprocess.TimeoutExpired):
+                raise SystemExit("sanitize.py: time was up before it was known which kernels cases launch") from None
+            raise
+        if process.returncode not in (0, 1):  # what fails does so with the tool, too
+            raise SystemExit(f"sanitize.py: which kernels do cases launch?\n{output[-3000:]}")
         partial.replace(file)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return {row["case"]: row["kernels"] for row in rows}
@@ -193,6 +193,8 @@ def main() -> int:
     for name in ("compute-sanitizer", "cuobjdump"):
         if shutil.which(name) is None:
             raise SystemExit(f"sanitize.py: no {name} on the path; it comes with the CUDA toolkit")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     cases = collected(args.path)
     random.Random(0).shuffle(cases)
     launched = kernels_of(args.path, args.kernels, args.limit) if args.kernels else {}
@@ -201,8 +203,6 @@ def main() -> int:
     shares = [cases[i : i + args.batch] for i in range(0, len(cases), args.batch)]
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     processes = Processes(args.tool, until, args.least)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
     most = min(len(os.sched_getaffinity(0)), PER_CARD * len(cards))
     with ThreadPoolExecutor(args.processes or most) as pool:
         try:

@@ -48,6 +48,7 @@ def test_wrong(): assert False
 def test_skipped(): pass
 
 def test_endless():
+    open("begun", "w").close()
     time.sleep(600)
 """.replace("MARKER", "mark" + ".sanitize")
 
@@ -140,6 +141,13 @@ def test_time_that_is_up_costs_what_is_under_way(sanitize: Callable[..., Any]) -
     assert "\nnot ended: test_cases.py::test_endless\n" in output
 
 
+def test_time_that_is_up_before_the_tool_runs_is_an_error(sanitize: Callable[..., Any], tmp_path: Path) -> None:
+    code, output, line = sanitize(some("endless"), "--limit", 10, "--kernels", "kernels")
+    assert (code, line) == (1, ""), output
+    assert "sanitize.py: time was up before it was known which kernels" in output
+    assert not (tmp_path / "kernels").exists()
+
+
 @pytest.mark.parametrize("cases", ["def test_other(): pass\n", "import what_is_not_there\n"])
 def test_no_cases_are_an_error(sanitize: Callable[..., Any], cases: str) -> None:
     code, output, line = sanitize(cases)
@@ -156,15 +164,18 @@ def test_a_tool_that_is_not_there_is_named(sanitize: Callable[..., Any], tmp_pat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("lists", [False, True])
 def test_a_run_that_is_ended_leaves_nothing_behind(
-    tmp_path: Path, sanitize: Callable[..., Any], number: signal.Signals
+    tmp_path: Path, sanitize: Callable[..., Any], number: signal.Signals, lists: bool
 ) -> None:
+    """Also one that is still finding out which kernels cases launch."""
     assert callable(sanitize)  # which has put the tool on the path
     (tmp_path / "test_cases.py").write_text(some("endless", "fine"))
     command = [sys.executable, str(SCRIPT), "memcheck", "test_cases.py", "--batch", "1", "--processes", "8"]
+    command += ["--kernels", "kernels"] if lists else []
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
     try:
-        wait_for((tmp_path / "asked").exists)  # some have just begun, others have not
+        wait_for((tmp_path / ("begun" if lists else "asked")).exists)  # some have just begun, others have not
         process.send_signal(number)
         assert process.wait(60) not in (0, None)
         wait_for(lambda: not [path for path in Path("/proc").glob("[0-9]*/cwd") if where(path) == tmp_path])
