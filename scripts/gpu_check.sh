@@ -87,7 +87,7 @@ for path in map(Path, paths):
             count = re.match(r"(\d+) of (\d+) cases(, \d+ of \d+ kernels)?", ran["result"])
             if count and count[1] != count[2]:
                 old = 1
-                print(f"{path.name}: {name}: {count[0]} passed")
+                print(f"{path.name}: {name}: {count[1]} of {count[2]} cases passed{count[3] or ''}")
 sys.exit(old)
 PYTHON
   [[ $changed == 1 ]] || echo "the record in $1 is of this tree"

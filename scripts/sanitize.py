@@ -5,10 +5,11 @@
 Only this project's kernels are looked at: torch's reductions have what racecheck calls hazards. A process has --batch
 cases, in an order drawn once and for all: a limit costs those that are under way then, and leaves a sample of all
 others. With --kernels, what each case launches (FILE, or else a first run without the tool, which writes it there), the
-first are a few that launch every instantiation of a kernel that all launch. Cards are those that CUDA_VISIBLE_DEVICES
-names, in turn. The result is one line: how many cases of how many passed, how many kernels those launched of how many
-the extension has, and each process's summary. Exits with 9 where something was found or a case did not pass (one that
-is skipped, too), else with 124 where time was up before all had ended.
+first are a few that together launch every instantiation of a kernel that any launches. Cards are those that
+CUDA_VISIBLE_DEVICES names, in turn. The result is one line: how many cases of how many passed, of how many of the
+extension's kernels nothing was found (in processes without a finding), and each process's summary. Exits with 9 where
+something was found or a case did not pass (one that is skipped, too), else with 124 where time was up before all had
+ended.
 """
 
 import argparse
@@ -59,31 +60,42 @@ def collected(paths: Sequence[str]) -> list[str]:
     return [line for line in listed.stdout.splitlines() if "::" in line]
 
 
-def kernels_of(paths: Sequence[str], file: Path, limit: float) -> Kernels:
-    """What each marked case launches, from the file; where there is none yet, from a run without the tool."""
-    if not file.exists():
-        here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        partial = file.with_name(f"{file.name}.partial").resolve()
-        partial.unlink(missing_ok=True)
-        environment = os.environ | {"KERNELS_OF_CASES": str(partial), "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
-        plugins = ["-p", "no:cacheprovider", "-p", "kernels_of_cases"]
-        workers = str(min(len(os.sched_getaffinity(0)), PER_CARD))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", *plugins, "-n", workers, "-m", "sanitize", *paths],
-            env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        try:
-            output, _ = process.communicate(timeout=limit)
-        except BaseException as e:  # Ctrl-C, too
-            os.killpg(process.pid, signal.SIGKILL)
-            if isinstance(e, subprocess.TimeoutExpired):
-                raise SystemExit("sanitize.py: time was up before it was known which kernels cases launch") from None
-            raise
+def list_kernels(paths: Sequence[str], file: Path, until: float) -> None:
+    """Run the marked cases without the tool, for what each launches."""
+    here = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    partial = file.with_name(f"{file.name}.{os.getpid()}").resolve()  # another run may be at it, too
+    partial.write_text("")
+    environment = os.environ | {"KERNELS_OF_CASES": str(partial), "PYTHONPATH": here, "OMP_NUM_THREADS": "1"}
+    plugins = ["-p", "no:cacheprovider", "-p", "kernels_of_cases"]
+    workers = str(min(len(os.sched_getaffinity(0)), PER_CARD))
+    left = max(until - time.monotonic(), 0)
+    backstop = ["timeout", "--signal=KILL", str(int(left) + 10)]  # should this process be killed itself
+    process = subprocess.Popen(
+        [*backstop, sys.executable, "-m", "pytest", "-q", *plugins, "-n", workers, "-m", "sanitize", *paths],
+        env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=left)
         if process.returncode not in (0, 1):  # what fails does so with the tool, too
             raise SystemExit(f"sanitize.py: which kernels do cases launch?\n{output[-3000:]}")
         partial.replace(file)
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return {row["case"]: row["kernels"] for row in rows}
+    except subprocess.TimeoutExpired:
+        print("sanitize.py: time was up before it was known which kernels cases launch")
+        sys.exit(124)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        partial.unlink(missing_ok=True)
+
+
+def kernels_of(paths: Sequence[str], cases: Sequence[str], file: Path, until: float) -> Kernels:
+    """What each case launches, from the file, which is made where there is none."""
+    if not file.exists():
+        list_kernels(paths, file, until)
+    launched = {row["case"]: row["kernels"] for row in map(json.loads, file.read_text().splitlines())}
+    if lacks := sum(case not in launched for case in cases):
+        print(f"sanitize.py: {file} lacks {lacks} of {len(cases)} cases, which come last; remove it if it is old")
+    return launched
 
 
 def covering(cases: Sequence[str], launched: Kernels) -> list[str]:
@@ -103,8 +115,10 @@ def compiled_kernels() -> int:
     """How many the installed extension has. Of cuobjdump's rows of symbols theirs say ENTRY."""
     spec = find_spec("nibblelm._cuda")
     library = [spec.origin] if spec and spec.origin else []
-    rows = subprocess.run(["cuobjdump", "-symbols", *library], capture_output=True, text=True, check=True).stdout
-    return len({row.split()[-1] for row in rows.splitlines() if re.search(r"\b(STO_)?ENTRY\b", row)})
+    listed = subprocess.run(["cuobjdump", "-symbols", *library], capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        raise SystemExit(f"sanitize.py: the CUDA extension's kernels, {library}: {listed.stdout}{listed.stderr}")
+    return len({row.split()[-1] for row in listed.stdout.splitlines() if re.search(r"\b(STO_)?ENTRY\b", row)})
 
 
 class Processes:
@@ -190,15 +204,15 @@ def main() -> int:
         args.result.unlink(missing_ok=True)  # an older one must not seem to be this run's
     if args.logs:
         shutil.rmtree(args.logs, ignore_errors=True)
-    for name in ("compute-sanitizer", "cuobjdump"):
+    for name in ("compute-sanitizer", "cuobjdump") if args.kernels else ("compute-sanitizer",):
         if shutil.which(name) is None:
             raise SystemExit(f"sanitize.py: no {name} on the path; it comes with the CUDA toolkit")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     cases = collected(args.path)
     random.Random(0).shuffle(cases)
-    launched = kernels_of(args.path, args.kernels, args.limit) if args.kernels else {}
     count = compiled_kernels() if args.kernels else 0
+    launched = kernels_of(args.path, cases, args.kernels, until) if args.kernels else {}
     cases = covering(cases, launched)
     shares = [cases[i : i + args.batch] for i in range(0, len(cases), args.batch)]
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")

@@ -295,36 +295,43 @@ def test_small_case_of_a_split_over_blocks() -> None:
         assert error(run(weight, x), x.double().cpu() @ truth.T) <= FP32_ERROR
 
 
-# Rows of x by columns of W for which K is shared out: decode over two blocks that give each other their sums (at most
-# eight rows, sixteen); tiles of 16 rows, of 64 over several blocks, of 128. From the plans of tiles.h, on 132
-# multiprocessors; 8: one digit, 16: two, 24: three.
+# Rows of x and columns of W for which K is shared out: decode over two blocks that give each other their sums (of at
+# most four, eight, sixteen rows); tiles of 16, 32, 64 and 128 rows, with more stages than a ring holds. From the plans
+# of tiles.h, on 132 multiprocessors; 8: one digit, 16: two, 24: three.
+LONG = 12288
 SHARED: dict[tuple[int, int], dict[ActivationBits, list[tuple[int, int]]]] = {
     (4, -1): {
-        8: [(8, 16384), (12, 12288), (65, 3000)],
-        16: [(3, 28672), (8, 8192), (16, 5000), (33, 2048), (65, 2048)],
-        24: [(8, 5000), (16, 3000)],
+        8: [(8, 16384), (12, LONG), (17, LONG), (65, LONG)],
+        16: [(3, 28672), (8, 8192), (16, 5000), (16, LONG), (20, LONG), (33, LONG), (65, LONG)],
+        24: [(8, 5000), (16, 3000), (20, LONG)],
     },
     (4, 32): {
-        8: [(8, 12288), (16, 8192), (17, 1331)],
-        16: [(3, 28672), (8, 7168), (16, 4096), (16, 8192), (33, 2048)],
-        24: [(8, 4096), (16, 3000)],
+        8: [(8, LONG), (16, 8192), (17, LONG)],
+        16: [(3, 28672), (8, 7168), (16, 4096), (16, LONG), (20, LONG), (33, LONG)],
+        24: [(8, 4096), (16, 3000), (20, LONG)],
     },
-    (4, 128): {8: [(17, 1331)], 16: [(65, 640)]},
+    (4, 128): {8: [(17, LONG)], 16: [(16, LONG), (20, LONG), (33, LONG), (65, LONG)], 24: [(20, LONG)]},
     (8, -1): {
-        8: [(8, 12288), (12, 12288), (65, 3000)],
-        16: [(3, 16384), (8, 6000), (16, 5000), (16, 12288), (33, 2048), (65, 2048)],
-        24: [(8, 4096), (16, 3000)],
+        8: [(8, LONG), (12, LONG), (17, LONG), (65, LONG)],
+        16: [(3, 16384), (8, 6000), (16, 5000), (16, LONG), (20, LONG), (33, LONG), (65, LONG)],
+        24: [(8, 4096), (16, 3000), (20, LONG)],
     },
     (8, 32): {
-        8: [(7, 12288), (16, 8192), (17, 1331)],
-        16: [(3, 14336), (8, 5000), (16, 5000), (12, 12288), (33, 2048)],
-        24: [(8, 3000), (16, 3000)],
+        8: [(7, LONG), (16, 8192), (17, LONG)],
+        16: [(3, 14336), (8, 5000), (16, 5000), (12, LONG), (20, LONG), (33, LONG)],
+        24: [(8, 3000), (16, 3000), (20, LONG)],
     },
-    (8, 128): {8: [(17, 1331)], 16: [(16, 12288), (33, 2048)]},
-    (16, 0): {16: [(8, 6000), (16, 5000)], 24: [(8, 2048), (16, 2048)]},
-    (17, 0): {16: [(8, 6000), (16, 5000)], 24: [(8, 3000), (12, 3000)]},
+    (8, 128): {8: [(17, LONG)], 16: [(16, LONG), (20, LONG), (33, LONG)], 24: [(20, LONG)]},
+    (16, 0): {16: [(8, 6000), (16, 5000), (33, LONG), (65, LONG)], 24: [(8, 2048), (16, 2048)]},
+    (17, 0): {16: [(8, 6000), (16, 5000), (33, LONG), (65, LONG)], 24: [(8, 3000), (12, 3000)]},
     (32, 0): {16: [(8, 6000), (16, 5000)], 24: [(8, 2048), (16, 2048)]},
 }
+# Tiles with all of K that go around a ring: a round of 12 strips each, some handed on from block to block, and the
+# fewest of 128 rows in one digit that are not halved.
+WHOLE: list[tuple[tuple[int, int], ActivationBits, int, int, int]] = [
+    ((4, -1), 16, 40, 25344, 1536), ((4, 128), 16, 40, 25344, 1536), ((8, 32), 16, 40, 25344, 1536),
+    ((4, 128), 16, 100, 25344, 1536), ((4, -1), 8, 1024, 5000, 4096),
+]  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -332,14 +339,9 @@ SHARED: dict[tuple[int, int], dict[ActivationBits, list[tuple[int, int]]]] = {
 @pytest.mark.skipif(not USABLE, reason=f"no CUDA: {REASON}")
 @pytest.mark.parametrize(
     ("kind", "bits_of_x", "m", "n", "k"),
-    [
-        *[(kind, bits, m, 17, k) for kind, own in SHARED.items() for bits, sizes in own.items() for m, k in sizes],
-        ((4, -1), 8, 1024, 5000, 4096),  # the fewest tiles of 128 rows by 16 strips that are not halved
-    ],
+    [(kind, bits, m, 17, k) for kind, own in SHARED.items() for bits, sizes in own.items() for m, k in sizes] + WHOLE,
 )
-def test_small_case_of_each_way_to_share_out(
-    kind: tuple[int, int], bits_of_x: ActivationBits, m: int, n: int, k: int
-) -> None:
+def test_each_way_to_share_out(kind: tuple[int, int], bits_of_x: ActivationBits, m: int, n: int, k: int) -> None:
     bits, group = kind
     dtypes = {16: torch.bfloat16, 17: torch.float16, 32: torch.float32}
     weight, truth = full(n, k, dtypes[bits]) if bits in dtypes else quantized(n, k, bits, group, "zero", torch.float16)

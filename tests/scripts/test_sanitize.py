@@ -109,7 +109,13 @@ def test_kernels_of_what_did_not_pass_do_not_count(sanitize: Callable[..., Any],
     lines = [json.dumps({"case": f"test_cases.py::test_{case}", "kernels": own}) for case, own in launched.items()]
     (tmp_path / "kernels").write_text("\n".join(lines))
     code, output, line = sanitize(some("fine", "wrong"), "--batch", 1, "--kernels", "kernels")
+    assert "kernels lacks 5 of 7 cases" in output
     assert (code, line[: line.index(":")]) == (9, "6 of 7 cases, 1 of 3 kernels, in 7 processes, exit 9"), output
+
+
+def test_cases_that_do_not_run_launch_nothing(sanitize: Callable[..., Any]) -> None:
+    code, output, line = sanitize(some("skipped"), "--kernels", "kernels")
+    assert (code, line[: line.index(":")]) == (9, "0 of 1 cases, 0 of 3 kernels, in 1 processes, exit 9"), output
 
 
 def test_what_cases_launch_is_found_out_where_it_is_not_known(sanitize: Callable[..., Any], tmp_path: Path) -> None:
@@ -141,11 +147,11 @@ def test_time_that_is_up_costs_what_is_under_way(sanitize: Callable[..., Any]) -
     assert "\nnot ended: test_cases.py::test_endless\n" in output
 
 
-def test_time_that_is_up_before_the_tool_runs_is_an_error(sanitize: Callable[..., Any], tmp_path: Path) -> None:
+def test_time_that_is_up_before_the_tool_runs_is_said(sanitize: Callable[..., Any], tmp_path: Path) -> None:
     code, output, line = sanitize(some("endless"), "--limit", 10, "--kernels", "kernels")
-    assert (code, line) == (1, ""), output
+    assert (code, line) == (124, ""), output
     assert "sanitize.py: time was up before it was known which kernels" in output
-    assert not (tmp_path / "kernels").exists()
+    assert not list(tmp_path.glob("kernels*"))
 
 
 @pytest.mark.parametrize("cases", ["def test_other(): pass\n", "import what_is_not_there\n"])
@@ -158,7 +164,7 @@ def test_no_cases_are_an_error(sanitize: Callable[..., Any], cases: str) -> None
 @pytest.mark.parametrize("name", ["compute-sanitizer", "cuobjdump"])
 def test_a_tool_that_is_not_there_is_named(sanitize: Callable[..., Any], tmp_path: Path, name: str) -> None:
     (tmp_path / "bin" / name).unlink()
-    code, output, line = sanitize(some("fine"))
+    code, output, line = sanitize(some("fine"), "--kernels", "kernels")
     assert (code, line) == (1, ""), output
     assert f"no {name} on the path" in output
 
