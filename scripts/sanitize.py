@@ -36,7 +36,7 @@ PER_CARD = 16
 
 ENDS = re.compile(r"^\d+ (?:passed|failed|skipped|error).*$|^=+ .*SUMMARY.*$", re.MULTILINE)
 PASSED = re.compile(r"^(?:\d+ failed, )?(\d+) passed", re.MULTILINE)
-PLACES = re.compile(r"^=+ .*(?:Error: |Warning: |Invalid|Uninit).*$", re.MULTILINE)
+PLACES = re.compile(r"^=+ .*(?:Error: |Warning: |Invalid|Uninit|Potential|exited).*$", re.MULTILINE)
 VARYING = re.compile(r"(?<=0x)[0-9a-f]+|\[\d+ hazards\]")
 CLEAN = "SUMMARY: 0 "
 
@@ -228,9 +228,8 @@ def main() -> int:
     passed, fine, ends, late, found = judged(results)
     code = 9 if found else 124 if late else 0
     ended = sum(code is not None for _, code, _ in results)
-    kernels = (
-        f", {len({name for case in fine for name in launched.get(case, ())})} of {count} kernels," if count else ""
-    )
+    seen = {name for case in fine for name in launched.get(case, ())}
+    kernels = f", {len(seen)} of {count} kernels," if count else ""
     line = f"{passed} of {len(cases)} cases{kernels} in {ended} processes, exit {code}: {' '.join(ends)}"
     print(f"{args.tool}: {line}")
     if args.result:
