@@ -230,6 +230,19 @@ class TestCalls:
                     assert torch.equal(y, other)
 
 
+def check(kind: tuple[int, int], x: Tensor, bits_of_x: ActivationBits, n: int, *wide: bool) -> None:
+    """x (M, K) by (n, K) weights of a kind (bits, group; 16, 17 and 32 bits: bf16, fp16, fp32) against float64, with
+    `wgmma` or without."""
+    (bits, group), k = kind, x.shape[1]
+    dtypes = {16: torch.bfloat16, 17: torch.float16, 32: torch.float32}
+    weight, truth = full(n, k, dtypes[bits]) if bits in dtypes else quantized(n, k, bits, group, "zero", torch.float16)
+    bound = FP32_ERROR if bits in dtypes else {8: ONE_DIGIT_ERROR, 16: DIGIT_ERROR, 24: FP32_ERROR}[bits_of_x]
+    want = x.double().cpu() @ truth.T
+    for own in wide:
+        with cuda.wgmma(own):
+            assert error(run(weight, x, activation_bits=bits_of_x), want) <= bound, own
+
+
 def _sanitize_cases() -> list[Any]:
     """One small case per format, digits and kind of rows of every kernel of csrc/cuda/linear*.cu."""
     weights = [(bits, group) for bits in (4, 8) for group in (-1, 32, 128)]
@@ -249,16 +262,7 @@ def _sanitize_cases() -> list[Any]:
 def test_small_case_of_each_kernel(
     kind: tuple[int, int], x_dtype: torch.dtype, bits_of_x: ActivationBits, m: int, wide: bool
 ) -> None:
-    bits, group = kind
-    dtypes = {16: torch.bfloat16, 17: torch.float16, 32: torch.float32}
-    weight, truth = (
-        full(35, 331, dtypes[bits]) if bits in dtypes else quantized(35, 331, bits, group, "zero", torch.float16)
-    )
-    x = activations(m, 331, x_dtype)
-    with cuda.wgmma(wide):
-        got = run(weight, x, activation_bits=bits_of_x)
-    bound = {8: ONE_DIGIT_ERROR, 16: DIGIT_ERROR, 24: FP32_ERROR}[bits_of_x]
-    assert error(got, x.double().cpu() @ truth.T) <= bound
+    check(kind, activations(m, 331, x_dtype), bits_of_x, 35, wide)
 
 
 @pytest.mark.gpu
@@ -342,15 +346,8 @@ WHOLE: list[tuple[tuple[int, int], ActivationBits, int, int, int]] = [
     [(kind, bits, m, 17, k) for kind, own in SHARED.items() for bits, sizes in own.items() for m, k in sizes] + WHOLE,
 )
 def test_each_way_to_share_out(kind: tuple[int, int], bits_of_x: ActivationBits, m: int, n: int, k: int) -> None:
-    bits, group = kind
-    dtypes = {16: torch.bfloat16, 17: torch.float16, 32: torch.float32}
-    weight, truth = full(n, k, dtypes[bits]) if bits in dtypes else quantized(n, k, bits, group, "zero", torch.float16)
     x = activations(m, k, torch.float32 if bits_of_x == 24 else torch.bfloat16)
-    bound = {8: ONE_DIGIT_ERROR, 16: DIGIT_ERROR, 24: FP32_ERROR}[bits_of_x]
-    want = x.double().cpu() @ truth.T
-    for wide in (True, False):
-        with cuda.wgmma(wide):
-            assert error(run(weight, x, activation_bits=bits_of_x), want) <= bound, wide
+    check(kind, x, bits_of_x, n, True, False)
 
 
 @pytest.mark.skipif(USABLE, reason="CUDA works here")
