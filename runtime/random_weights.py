@@ -8,8 +8,10 @@ from torch import Tensor
 from nibblelm import ops
 from nibblelm.ops.types import ActivationBits, PackedLinear, QuantizedWeight, Weight
 from nibblelm.quant.affine import pack_zero_point
-from nibblelm.quant.rows import quantize_rows
+from nibblelm.quant.rows import quantize_rows, reference_rows
 from nibblelm.weights import Kind
+
+_BLOCK_ROWS = 4096
 
 
 class RandomWeights:
@@ -32,15 +34,20 @@ class RandomWeights:
     def _gaussian(self, rows: int, columns: int) -> Tensor:
         """(rows, columns) in bf16, scaled so that activations keep their size through the layers."""
         values = torch.randn(rows, columns, generator=self._generator, device=self.device)
-        return values.mul_(columns**-0.5).bfloat16().cpu()
+        return values.mul_(columns**-0.5).bfloat16()
 
     def _weight(self, rows: int, columns: int, bits: int, group_size: int) -> Weight:
         full = self._gaussian(rows, columns)
         if bits == 16:
             return full
-        q = quantize_rows(full, bits, group_size, symmetric=False, method="minmax", threads=torch.get_num_threads())
-        zero = pack_zero_point(q.zero, bits)
-        return QuantizedWeight(q.codes, q.scale, zero, 4 if bits == 4 else 8, group_size, (rows, columns))
+        if full.is_cuda:  # the same numbers, without a copy to the host; in blocks, since it takes 40 bytes a weight
+            blocks = [reference_rows(block, bits, group_size, False, "minmax") for block in full.split(_BLOCK_ROWS)]
+            codes, scale, zero = (torch.cat([getattr(q, name) for q in blocks]) for name in ("codes", "scale", "zero"))
+        else:
+            q = quantize_rows(full, bits, group_size, False, "minmax", torch.get_num_threads())
+            codes, scale, zero = q.codes, q.scale, q.zero
+        packed = pack_zero_point(zero, bits)
+        return QuantizedWeight(codes, scale, packed, 4 if bits == 4 else 8, group_size, (rows, columns))
 
     def _pack(self, parts: Sequence[Weight], pairs: bool = False) -> list[PackedLinear]:
         packed = [ops.pack_linear(parts, self.device, pairs)]
@@ -64,7 +71,7 @@ class RandomWeights:
         return torch.randn(shape, generator=self._generator, device=self.device) * 0.1
 
     def table(self, module: str, rows: int, columns: int, head: str | None) -> Weight:
-        return (self._gaussian(rows, columns) * columns**0.5).to(self.device)
+        return self._gaussian(rows, columns) * columns**0.5
 
     def head(
         self, module: str, table: str, rows: int, columns: int, tied: bool, unit_rows: bool = False

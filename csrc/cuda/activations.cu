@@ -51,7 +51,10 @@ __global__ void activate_kernel(const T* x, T* y, int64_t columns, int64_t x_str
 
 template <class T, int V, Activation kForm>
 auto* kernel(bool gated) {
-  return gated ? activate_kernel<T, V, kForm, true> : activate_kernel<T, V, kForm, false>;
+  if constexpr (kForm <= Activation::gelu_erf) {  // the others are of no gate
+    if (gated) return activate_kernel<T, V, kForm, true>;
+  }
+  return activate_kernel<T, V, kForm, false>;
 }
 
 template <class T, int V>

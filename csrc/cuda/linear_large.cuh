@@ -389,8 +389,8 @@ struct LargeRing {
     const uint2 pair = load_shared<uint2>(scales(held) + (t * 8 + lane % 4 * 2) * 4);
     return make_float2(__uint_as_float(pair.x), __uint_as_float(pair.y));
   }
-  // The products of the chunk before have been waited for, and its scales read. By every lane: racecheck does not see
-  // that one of them, behind `__syncwarp`, speaks for all.
+  // The products of the chunk before have been waited for, and its scales read. Every lane arrives: racecheck does not
+  // see that one of them, behind `__syncwarp`, speaks for all.
   __device__ __forceinline__ void release() {
     if (held < 0) return;
     barrier_arrive(empty + held * 8);

@@ -1,4 +1,4 @@
-"""Calibrated conversions that compute on the GPU: the CPU's losses, and the same bytes after an interruption."""
+"""Quantization that computes on the GPU: the CPU's losses, the same bytes after an interruption, the CPU's codes."""
 
 import dataclasses
 from pathlib import Path
@@ -12,6 +12,7 @@ from nibblelm.ops.reference import dequantize
 from nibblelm.ops.types import QuantizedWeight
 from nibblelm.quant import gptq
 from nibblelm.quant.affine import pack_zero_point
+from nibblelm.quant.rows import quantize_rows, reference_rows
 
 USABLE, REASON = ops.cuda_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]
@@ -61,3 +62,15 @@ def test_a_folder_made_on_the_gpu(method, demo, tmp_path) -> None:
         assert convert(demo, tmp_path / f"{after}", device="cuda", resume=True, **options).reused_tensors
         whole, again = ({p.name: p.read_bytes() for p in (tmp_path / n).iterdir()} for n in ("cuda", f"{after}"))
         assert again == whole
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, -1), (4, 128), (8, -1)])
+@pytest.mark.parametrize("columns", [640, 4096])
+def test_rows_are_those_of_the_cpu(columns, bits, group) -> None:
+    """As `bench` makes random weights."""
+    weight = (torch.randn(5000, columns, generator=torch.Generator().manual_seed(0)) * columns**-0.5).bfloat16()
+    weight[0] = 0
+    want = quantize_rows(weight, bits, group, False, "minmax", 2)
+    got = reference_rows(weight.cuda(), bits, group, False, "minmax")
+    for name in ("codes", "scale", "zero"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
