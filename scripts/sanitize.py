@@ -2,14 +2,15 @@
 
     python scripts/sanitize.py memcheck tests/ops [--limit S] [--kernels FILE] [--result memcheck.txt] [--logs DIR]
 
-Only this project's kernels are looked at: torch's reductions have what racecheck calls hazards. A process has --batch
-cases, in an order drawn once and for all: a limit costs those that are under way then, and leaves a sample of all
-others. With --kernels, what each case launches (FILE, or else a first run without the tool, which writes it there), the
-first are a few that together launch every instantiation of a kernel that any launches. Cards are those that
-CUDA_VISIBLE_DEVICES names, in turn. The result is one line: how many cases of how many passed, of how many of the
-extension's kernels nothing was found (in processes without a finding), and each process's summary. Exits with 9 where
-something was found or a case did not pass (one that is skipped, too), else with 124 where time was up before all had
-ended.
+Only this project's kernels are looked at: torch's reductions have what racecheck calls hazards. racecheck follows
+neither `__syncwarp` nor who waits for whom across blocks, so kernels say more for it than they need to (`for_racecheck`
+in common.cuh: a number that a launch passes on, the same machine code). A process has --batch cases, in an order drawn
+once and for all: a limit costs those that are under way then, and leaves a sample of all others. With --kernels, what
+each case launches (FILE, or else a first run without the tool, which writes it there), the first are a few that
+together launch every instantiation of a kernel that any launches. Cards are those that CUDA_VISIBLE_DEVICES names, in
+turn. The result is one line: how many cases of how many passed, of how many of the extension's kernels nothing was
+found (in processes without a finding), and each process's summary. Exits with 9 where something was found or a case did
+not pass (one that is skipped, too), else with 124 where time was up before all had ended.
 """
 
 import argparse
@@ -126,6 +127,7 @@ class Processes:
 
     def __init__(self, tool: str, until: float, least: float) -> None:
         self._command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=nibblelm", "--error-exitcode", "9"]
+        self._says_more = {"NIBBLELM_FOR_RACECHECK": "1"} if tool == "racecheck" else {}
         self._until, self._least = until, least
         self._running: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()
@@ -139,7 +141,7 @@ class Processes:
         backstop = ["timeout", "--signal=KILL", str(int(left) + 10)]  # should this process be killed itself
         pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         options: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": card, "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": card, "OMP_NUM_THREADS": "1", **self._says_more}
         with self._lock:
             if self._stopped:
                 return None, ""

@@ -42,6 +42,13 @@ __device__ __forceinline__ void barrier_arrive_expect(uint32_t barrier, uint32_t
 #endif
 }
 
+// The same without arriving: of copies that begin before the others of the phase are known.
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+}
+
 // Makes a barrier's initialization visible to copies and to other blocks of the cluster.
 __device__ __forceinline__ void barrier_init_fence() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

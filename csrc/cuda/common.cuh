@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -309,6 +310,13 @@ struct LastLaunch {
   bool slowly;       // they do so stage by stage, since it reads much by then
 };
 inline thread_local LastLaunch last_launch{};
+
+// Whether kernels say more than they need to, for a tool that follows neither `__syncwarp` nor who waits for whom
+// across blocks: then every lane arrives where one does for its warp, and blocks that store in each other end together.
+inline bool for_racecheck() {
+  static const bool wanted{std::getenv("NIBBLELM_FOR_RACECHECK") != nullptr};
+  return wanted;
+}
 
 // How many blocks of so many bytes fit on a multiprocessor beside one of that kernel.
 inline int fit_beside_last(int bytes) {

@@ -216,7 +216,6 @@ __device__ __forceinline__ void compute_link(LinkAt<F, Grouped, D, C, Joined, E>
     }
     const uint32_t full = at.full + in_flight * 8;
     Joined ? cluster_barrier_arrive(cluster_address(full, owner)) : barrier_arrive(full);
-    if (Joined && strip + w.strip_step >= a.strips) cluster_arrive();  // this warp stores nothing more over there
     if (finishes) {
       const RowTerms terms = Fmt::kInteger && !Grouped ? at.bits.terms(at.form, lane % kStripRows) : RowTerms{};
       const float bias = at.bits.bias;
@@ -329,11 +328,7 @@ __global__ void __launch_bounds__(C == 1 ? 640 : kDecodeThreads, C == 4 ? 2 : 1)
     __syncthreads();
     if (Grouped && link + 1 < links) ask_for_records(chain.links[link + 1]);
     compute_link<F, Grouped, D, C, Joined, E>(at, ring, refill);
-    // An owner ends behind all that is stored in its block; racecheck does not see what it waits for.
-    if constexpr (Joined) {
-      if (at.w.first_strip >= a.strips) cluster_arrive();
-      cluster_wait();
-    }
+    if (Joined && chain.ends_together) cluster_arrive(), cluster_wait();
     if (link + 1 < links) waits_for(chain.links[link + 1]) ? grid.arrive() : __syncthreads();
   }
 }
@@ -351,7 +346,7 @@ void launch_decode(DecodeChain chain, const Launch& launch, const std::string& w
     });
     last_launch.starts_next = overlaps(launch);
   }
-  chain.paced = last_launch.starts_next, chain.slowly = last_launch.slowly;
+  chain.paced = last_launch.starts_next, chain.slowly = last_launch.slowly, chain.ends_together = for_racecheck();
   int grid = 0, shared_bytes = 0;
   Extras extras = Extras::none;
   for (int i = 0; i < chain.count; ++i) {

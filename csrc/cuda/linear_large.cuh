@@ -128,6 +128,7 @@ struct LargeShape {
   static constexpr int kLaunched{65536 / kThreads / 8 * 8 * kThreads};
   static constexpr int kRegisters{(kLaunched - 4 * kWarp * kCopyRegisters) / (kWarps * kWarp) / 8 * 8};
   static constexpr int kStripBytes{large_strip_bytes(F)};
+  static constexpr bool kMapped{large_mapped(F, D, Rows)}, kOneReleases{large_one_releases(F, Rows)};
   static constexpr bool kSpares{large_spares(Rows, Grouped)};  // some of its warps may have no strip
   static constexpr int kChunk{large_chunk(F, D, Grouped, Rows)};
   static constexpr int kStepStages{Format<F>::kCodes ? 1 : kStepK * Format<F>::kPlaneBytes / 128};
@@ -216,29 +217,34 @@ struct LargeChunks {
 
 // The ring of a block's chunks: the tiles of x that its warps share, and the weights of each. Warps behind those with
 // strips ask for them as soon as all have left what was there: what is to be asked for next was up to 70 % of the
-// instructions of a stage. Weights do not come by bulk copies, which take 60 ns each, one a strip.
+// instructions of a stage.
 template <WeightFormat F, class Shape>
 struct LargeRing {
   static constexpr bool kBulkTiles{kArchitecture >= 90};
-  static constexpr int kCopyWarps{large_copy_warps(kArchitecture)}, kArrivals{kBulkTiles + kCopyWarps * kWarp};
+  static constexpr bool kMapped{kBulkTiles && Shape::kMapped};
+  static constexpr int kCopyWarps{large_copy_warps(kArchitecture)};
+  static constexpr int kCopies{kMapped && Shape::kRecordBytes == 0 ? 0 : kCopyWarps * kWarp};  // lanes that copy, too
+  static constexpr int kArrivals{kBulkTiles + kCopies};
   static constexpr int kChunkTiles{Shape::kChunk * Shape::kLayout.tile_bytes},
-      kChunkWeights{Shape::kChunk * Shape::kStripBytes};
+      kStageWeights{Shape::kWarps * Shape::kStripBytes}, kChunkWeights{Shape::kChunk * kStageWeights};
+  const int& releasing;
   int lane, warp;
   uint32_t base, full, empty, share, weights;  // shared addresses
   int slot{0}, parity{0};
   int held{-1};  // the slot whose products may be under way
 
   __device__ __forceinline__ LargeRing(const LargeArgs& g, uint8_t* shared)
-      : lane(keep(static_cast<int>(threadIdx.x % kWarp))),
+      : releasing(g.p.releasing),
+        lane(keep(static_cast<int>(threadIdx.x % kWarp))),
         warp(uniform(threadIdx.x / kWarp)),
         base(shared_address(shared)),
         full(base + Shape::kLayout.barriers_at),
         empty(full + Shape::kRing * 8),
         share(empty + Shape::kRing * 8),
-        weights(keep(base + Shape::kLayout.weights_at + warp * Shape::kRing * kChunkWeights)) {
+        weights(keep(base + Shape::kLayout.weights_at + warp * Shape::kStripBytes)) {
     if (threadIdx.x < Shape::kRing) {
       barrier_init(full + threadIdx.x * 8, kArrivals);
-      barrier_init(empty + threadIdx.x * 8, Shape::kWarps * kWarp);
+      barrier_init(empty + threadIdx.x * 8, Shape::kWarps * (Shape::kOneReleases ? releasing : kWarp));
       barrier_init_fence();
     }
     if (threadIdx.x == 0) {
@@ -259,7 +265,7 @@ struct LargeRing {
       multiply();
     } else {
       if constexpr (kHasWgmma) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kCopyRegisters));
-      produce(g, warp - Shape::kWarps);
+      if (kCopies > 0 || warp == Shape::kWarps) produce(g, warp - Shape::kWarps);
     }
   }
   __device__ __forceinline__ void produce(const LargeArgs& g, int copier) {
@@ -293,47 +299,67 @@ struct LargeRing {
   __device__ __forceinline__ void copy_weights(const LargeArgs& g, const LargeChunks<F, Shape>& c, int to,
                                                int copier) const {
     const DecodeArgs& a = g.a;
-    static_assert(Shape::kLayout.weights_at % 512 == 0 && kChunkWeights % 512 == 0);
     // Else other blocks take them, too.
     const uint64_t hint = g.p.token_tiles == 1 ? kEvictFirst : kEvictNormal;
     const uint32_t own = base + Shape::kLayout.weights_at + to * kChunkWeights;
-#pragma unroll
-    for (int i = 0; i < Shape::kWarps; i += kCopyWarps) {
-      if (Shape::kSpares && i + copier >= g.p.strips) continue;
-      const int strip = min(c.first_strip + i + copier, a.strips - 1);
-      const uint32_t at = own + (i + copier) * Shape::kRing * kChunkWeights;
-      if constexpr (Format<F>::kCodes) {
-        const uint32_t of_lane = at | lane * 16;  // no sum (copy_async_16)
-        const uint8_t* const from =
-            a.data + (static_cast<int64_t>(strip) * a.steps + c.stage) * Shape::kStripBytes + lane * 16;
-#pragma unroll
-        for (int stage = 0; stage < Shape::kChunk; ++stage) {
-          if (stage >= c.stages()) continue;
-#pragma unroll
-          for (int j = stage * Shape::kStripBytes; j < (stage + 1) * Shape::kStripBytes; j += kWarp * 16) {
-            copy_async_16(of_lane + j, from + j, hint);
-          }
-        }
-      } else {  // 8 lanes to the 128 bytes of a row, odd rows with their halves swapped; rows beyond N repeat the last
-        const uint32_t of_lane = at + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
-        for (int stage = 0; stage < c.stages(); ++stage) {
-          const int column = (c.stage + stage) * 128 + lane % 8 * 16;
-          const bool there = column < a.pitch_bytes;
-#pragma unroll
-          for (int j = 0; j < kStripRows / 4; ++j) {
-            const int64_t row = min(strip * kStripRows + 4 * j + lane / 8, a.n - 1);
-            copy_async_16_or_zeros(of_lane + stage * Shape::kStripBytes + j * 512,
-                                   a.data + row * a.pitch_bytes + (there ? column : 0), there);
-          }
-        }
+    if constexpr (kMapped) {
+      static_assert(Shape::kChunk == 1);
+      if (copier == 0 && lane == 0) {
+        barrier_expect(full + to * 8, g.p.strips * Shape::kStripBytes);
+        copy_rectangle(own, g.weights, c.first_strip, c.stage * (Shape::kStripBytes / 8), full + to * 8, hint);
       }
-      if constexpr (Shape::kRecordBytes > 0) {
-        const uint8_t* const from =
-            a.records + (static_cast<int64_t>(strip) * a.groups + c.stage) * a.record_bytes + lane * 8;
-        if (lane * 8 < a.record_bytes) copy_async_8(record(to, i + copier) + lane * 8, from);
+    } else {
+      static_assert(Shape::kLayout.weights_at % 512 == 0 && Shape::kStripBytes % 512 == 0);
+#pragma unroll
+      for (int i = 0; i < Shape::kWarps; i += kCopyWarps) {
+        if (Shape::kSpares && i + copier >= g.p.strips) continue;
+        const int strip = min(c.first_strip + i + copier, a.strips - 1);
+        copy_strip(a, c, strip, own + (i + copier) * Shape::kStripBytes, hint);
       }
     }
-    if constexpr (kBulkTiles) barrier_arrive_copies(full + to * 8);  // else behind the tiles, for both
+    if constexpr (Shape::kRecordBytes > 0) copy_records(a, c, to, copier);
+    if constexpr (kBulkTiles && kCopies > 0) barrier_arrive_copies(full + to * 8);  // else behind the tiles, for both
+  }
+  __device__ __forceinline__ void copy_strip(const DecodeArgs& a, const LargeChunks<F, Shape>& c, int strip,
+                                             uint32_t at, uint64_t hint) const {
+    if constexpr (Format<F>::kCodes) {
+      const uint32_t of_lane = at | lane * 16;  // no sum (copy_async_16)
+      const uint8_t* const from =
+          a.data + (static_cast<int64_t>(strip) * a.steps + c.stage) * Shape::kStripBytes + lane * 16;
+#pragma unroll
+      for (int stage = 0; stage < Shape::kChunk; ++stage) {
+        if (stage >= c.stages()) continue;
+#pragma unroll
+        for (int j = 0; j < Shape::kStripBytes; j += kWarp * 16) {
+          copy_async_16(of_lane + stage * kStageWeights + j, from + stage * Shape::kStripBytes + j, hint);
+        }
+      }
+    } else {  // 8 lanes to the 128 bytes of a row, odd rows with their halves swapped; rows beyond N repeat the last
+      const uint32_t of_lane = at + lane / 8 * 128 + (lane % 8 ^ (lane / 8 & 1) << 2) * 16;
+      for (int stage = 0; stage < c.stages(); ++stage) {
+        const int column = (c.stage + stage) * 128 + lane % 8 * 16;
+        const bool there = column < a.pitch_bytes;
+#pragma unroll
+        for (int j = 0; j < kStripRows / 4; ++j) {
+          const int64_t row = min(strip * kStripRows + 4 * j + lane / 8, a.n - 1);
+          copy_async_16_or_zeros(of_lane + stage * kStageWeights + j * 512,
+                                 a.data + row * a.pitch_bytes + (there ? column : 0), there);
+        }
+      }
+    }
+  }
+  // In pieces of 8 bytes, a lane each: a warp a strip took a fifth of the copying warps' instructions.
+  __device__ __forceinline__ void copy_records(const DecodeArgs& a, const LargeChunks<F, Shape>& c, int to,
+                                               int copier) const {
+    constexpr int kPieces{Shape::kRecordBytes / 8};
+    const int pieces = a.record_bytes / 8;
+#pragma unroll
+    for (int j = 0; j < Shape::kWarps * kPieces; j += kCopyWarps * kWarp) {
+      const int i = j + copier * kWarp + lane, own = i / kPieces, piece = i % kPieces;
+      if (own >= Shape::kWarps || piece >= pieces) continue;
+      const int64_t strip = min(c.first_strip + own, a.strips - 1);
+      copy_async_8(record(to, own) + piece * 8, a.records + (strip * a.groups + c.stage) * a.record_bytes + piece * 8);
+    }
   }
   __device__ __forceinline__ void copy_tiles(const LargeArgs& g, const LargeChunks<F, Shape>& c, int to,
                                              int copier) const {
@@ -389,11 +415,15 @@ struct LargeRing {
     const uint2 pair = load_shared<uint2>(scales(held) + (t * 8 + lane % 4 * 2) * 4);
     return make_float2(__uint_as_float(pair.x), __uint_as_float(pair.y));
   }
-  // The products of the chunk before have been waited for, and its scales read. Every lane arrives: racecheck does not
-  // see that one of them, behind `__syncwarp`, speaks for all.
+  // The products of the chunk before have been waited for, and its scales read.
   __device__ __forceinline__ void release() {
     if (held < 0) return;
-    barrier_arrive(empty + held * 8);
+    if constexpr (Shape::kOneReleases) {
+      __syncwarp();
+      if (lane < releasing) barrier_arrive(empty + held * 8);
+    } else {
+      barrier_arrive(empty + held * 8);
+    }
     held = -1;
   }
 };
@@ -957,7 +987,7 @@ __global__ void __launch_bounds__(LargeShape<F, G != Groups::none, D, Rows, Keep
           multiply_stage.template operator()<true>(x, codes);
           if constexpr (Shape::kChunk == 2) {
             if (stage < stages) {
-              multiply_stage.template operator()<false>(x + Shape::kLayout.tile_bytes, codes + Shape::kStripBytes);
+              multiply_stage.template operator()<false>(x + Shape::kLayout.tile_bytes, codes + ring.kStageWeights);
             }
           }
           ring.next();
@@ -1039,8 +1069,15 @@ inline int apart_bytes(int rows) {
 }
 
 template <WeightFormat F>
-void launch_large_format(const LargeArgs& g, int planes, const Launch& launch, const std::string& what) {
+void launch_large_format(const LargeArgs& args, int planes, const Launch& launch, const std::string& what) {
+  LargeArgs g = args;
   const auto text = [&] { return what; };
+  if constexpr (Format<F>::kCodes) {
+    if (large_mapped(F, planes, g.p.rows) && compiled_architecture() >= 90) {
+      constexpr int kWords{large_strip_bytes(F) / 8};  // of a strip's stage
+      g.weights = word_map(g.a.data, g.a.strips, static_cast<int64_t>(g.a.steps) * kWords, kWords, g.p.strips, text);
+    }
+  }
   with_planes<F>(planes, g.a.group_shift > 0, [&]<bool Grouped, int D>() {
     if constexpr (large_compiled(F, D, Grouped, 64) || large_compiled(F, D, Grouped, 32)) {
       with_extras<kFloatActivations<F, D>>(extras_of(g.a), [&]<Extras E>() {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "linear.h"
+#include "tensor_map.cuh"
 #include "tiles.h"
 #include "vector.cuh"
 
@@ -96,12 +97,13 @@ inline Extras extras_of(const DecodeArgs& a) {
 struct LargeArgs {
   DecodeArgs a;  // of its plan: slices_log and row_rounds
   LargePlan p;
-  int rows;         // of x
-  uint8_t* tiles;   // x in digits or halves
-  float* scales;    // (slices, padded rows of x)
-  float* totals;    // (padded rows of x): their sums, for weights with one scale a row
-  int* shifts;      // (slices, padded rows of x): unit_shift from the slice before, where sums stay integers
-  float* partials;  // sums of slices that wait to be added
+  int rows;             // of x
+  uint8_t* tiles;       // x in digits or halves
+  float* scales;        // (slices, padded rows of x)
+  float* totals;        // (padded rows of x): their sums, for weights with one scale a row
+  int* shifts;          // (slices, padded rows of x): unit_shift from the slice before, where sums stay integers
+  float* partials;      // sums of slices that wait to be added
+  CUtensorMap weights;  // codes, in stages of a tile's strips; see large_mapped
 };
 
 // What one launch computes: linears of one row of x, each of what the one before it has stored, or a single linear.
@@ -109,9 +111,10 @@ struct LargeArgs {
 struct DecodeChain {
   DecodeArgs links[kMaxLinks];
   int count;
-  bool paced;    // rings are filled bit by bit: the kernel before is still to load what all wait for
-  bool slowly;   // stage by stage
-  int* barrier;  // between two links; see grid_barrier.cuh
+  bool paced;          // rings are filled bit by bit: the kernel before is still to load what all wait for
+  bool slowly;         // stage by stage
+  int* barrier;        // between two links; see grid_barrier.cuh
+  bool ends_together;  // blocks that store in each other, though each waits for what is stored in it
 };
 
 // Launches the kernel for one weight format; defined in linear_decode.cuh, one file per format instantiates it.

@@ -1,6 +1,5 @@
 // Tensor maps: copies of rectangles of a matrix to shared memory that arrive at a barrier (PTX ISA, "Tensor data";
-// sm_90 and later). 16-byte chunk c of a row of 128 bytes goes to c ^ row % 8; what lies outside the matrix arrives as
-// zeros.
+// sm_90 and later). What lies outside the matrix arrives as zeros.
 #pragma once
 
 #include <cuda.h>
@@ -12,10 +11,11 @@ namespace nibblelm::cuda {
 constexpr int kMapColumns{64};                // of a rectangle
 constexpr int kMapRowBytes{2 * kMapColumns};  // of a row of it in shared memory
 
-// The bf16 matrix (rows, columns) at `matrix`, rows `stride` elements apart, in rectangles of kMapColumns columns and
-// `box_rows` rows. Address and stride are multiples of 16 bytes.
+// The matrix (rows, columns) at `matrix`, rows `stride` elements of `bytes` bytes apart, in rectangles of `box_columns`
+// columns and `box_rows` rows, at most 256 each. Address and stride are multiples of 16 bytes.
 template <class What>
-CUtensorMap tensor_map(const void* matrix, int64_t rows, int64_t columns, int64_t stride, int box_rows, What what) {
+CUtensorMap tensor_map(CUtensorMapDataType type, int bytes, const void* matrix, int64_t rows, int64_t columns,
+                       int64_t stride, int box_columns, int box_rows, CUtensorMapSwizzle swizzle, What what) {
   static const auto encode = [&] {
     void* function{nullptr};
     cudaDriverEntryPointQueryResult found{};
@@ -31,16 +31,31 @@ CUtensorMap tensor_map(const void* matrix, int64_t rows, int64_t columns, int64_
   }();
   CUtensorMap map{};
   const cuuint64_t sizes[]{static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[]{static_cast<cuuint64_t>(stride) * 2};
-  const cuuint32_t box[]{kMapColumns, static_cast<cuuint32_t>(box_rows)}, steps[]{1, 1};
-  const CUresult status = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix), sizes, strides,
-                                 box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const cuuint64_t strides[]{static_cast<cuuint64_t>(stride) * bytes};
+  const cuuint32_t box[]{static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)}, steps[]{1, 1};
+  const CUresult status =
+      encode(&map, type, 2, const_cast<void*>(matrix), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) throw std::runtime_error(what() + ": no tensor map, error " + std::to_string(status));
   return map;
 }
 
-// By one thread: the rectangle whose first element is (row, column), to a multiple of 1,024 bytes.
+// Of bf16, in rectangles of kMapColumns columns: 16-byte chunk c of a row of 128 bytes goes to c ^ row % 8.
+template <class What>
+CUtensorMap tensor_map(const void* matrix, int64_t rows, int64_t columns, int64_t stride, int box_rows, What what) {
+  return tensor_map(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, matrix, rows, columns, stride, kMapColumns, box_rows,
+                    CU_TENSOR_MAP_SWIZZLE_128B, what);
+}
+
+// Of words of 8 bytes, in rectangles of whole rows of `box_columns` words, as they are.
+template <class What>
+CUtensorMap word_map(const void* matrix, int64_t rows, int64_t columns, int box_columns, int box_rows, What what) {
+  return tensor_map(CU_TENSOR_MAP_DATA_TYPE_UINT64, 8, matrix, rows, columns, columns, box_columns, box_rows,
+                    CU_TENSOR_MAP_SWIZZLE_NONE, what);
+}
+
+// By one thread: the rectangle whose first element is (row, column), to a multiple of 128 bytes, of 1,024 where chunks
+// are swizzled.
 __device__ __forceinline__ void copy_rectangle(uint32_t shared, const CUtensorMap& map, int row, int column,
                                                uint32_t barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -48,6 +63,20 @@ __device__ __forceinline__ void copy_rectangle(uint32_t shared, const CUtensorMa
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
           shared),
       "l"(&map), "r"(barrier), "r"(column), "r"(row)
+      : "memory");
+#endif
+}
+
+// The same with a hint for L2 (common.cuh).
+__device__ __forceinline__ void copy_rectangle(uint32_t shared, const CUtensorMap& map, int row, int column,
+                                               uint32_t barrier, uint64_t hint) {
+  if constexpr (kArchitecture != 90) return copy_rectangle(shared, map, row, column, barrier);
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
+      "%4}], "
+      "[%2], %5;" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "l"(hint)
       : "memory");
 #endif
 }

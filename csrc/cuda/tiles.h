@@ -269,6 +269,19 @@ constexpr bool large_spares(int rows, bool grouped) { return rows == 16 && !grou
 // Bytes of a record at most, which is 8-byte pieces, where records come through the ring.
 constexpr int large_record_bytes(WeightFormat format) { return format == WeightFormat::int4_half ? 40 : 0; }
 
+// Whether codes come as rectangles of all strips, which one lane asks for, and not by copies of every lane: where the
+// copies' instructions count, and not memory, which 16 bytes a lane keep busier.
+constexpr bool large_mapped(WeightFormat format, int planes, int rows) {
+  return format == WeightFormat::int4_half || (is_integer(format) && rows == 128) ||
+         (format == WeightFormat::int4 && planes * rows == 128);
+}
+
+// Whether one lane says for its warp that it has left a chunk, since what 32 take counts: with two warpgroups of
+// products in fp16, 5 %. Else every lane does, which needs nothing before it.
+constexpr bool large_one_releases(WeightFormat format, int rows) {
+  return format == WeightFormat::int4_half && rows == 128;
+}
+
 // Warps behind them, of which one copies: a warpgroup, where it can hand registers to the others.
 constexpr int large_copy_warps(int architecture) { return architecture == 90 ? 4 : 1; }
 
@@ -333,6 +346,7 @@ struct LargePlan {
   int rounds;                 // of all blocks together, where tiles are shared
   bool wgmma;                 // else mma.sync
   bool paired_stores;
+  int releasing;   // of a warp's lanes, where one is enough (large_one_releases): all for racecheck
   int stages;      // of K: 128 bytes of every column
   int tile_bytes;  // a stage of a tile of x
   int shared_bytes;
