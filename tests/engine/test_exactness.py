@@ -79,9 +79,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         convert(source, folder / "converted", **FORMATS[weights])
         source = folder / "converted"
     script = Path(__file__).parent / "requests_alone.py"
-    alone = subprocess.run(
-        [sys.executable, script, source, device, dtype, kv], stdout=subprocess.PIPE, text=True, check=True
-    )
+    command = [sys.executable, script, source, device, dtype, kv]
+    alone = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert alone.returncode == 0, alone.stderr[-2000:]
     return LLM(source, device, dtype, kv=kv), json.loads(alone.stdout)
 
 
