@@ -11,7 +11,8 @@ from nibblelm.quant.affine import pack_zero_point
 from nibblelm.quant.rows import quantize_rows, reference_rows
 from nibblelm.weights import Kind
 
-_BLOCK_ROWS = 4096
+_BLOCK = 1 << 24
+"""Weights that are rounded at a time, of 40 bytes each."""
 
 
 class RandomWeights:
@@ -40,8 +41,9 @@ class RandomWeights:
         full = self._gaussian(rows, columns)
         if bits == 16:
             return full
-        if full.is_cuda:  # the same numbers, without a copy to the host; in blocks, since it takes 40 bytes a weight
-            blocks = [reference_rows(block, bits, group_size, False, "minmax") for block in full.split(_BLOCK_ROWS)]
+        if full.is_cuda:  # the same numbers, without a copy to the host
+            parts = full.split(max(_BLOCK // columns, 1))
+            blocks = [reference_rows(part, bits, group_size, False, "minmax") for part in parts]
             codes, scale, zero = (torch.cat([getattr(q, name) for q in blocks]) for name in ("codes", "scale", "zero"))
         else:
             q = quantize_rows(full, bits, group_size, False, "minmax", torch.get_num_threads())

@@ -4,13 +4,14 @@
 
 Only this project's kernels are looked at: torch's reductions have what racecheck calls hazards. racecheck follows
 neither `__syncwarp` nor who waits for whom across blocks, so kernels say more for it than they need to (`for_racecheck`
-in common.cuh: a number that a launch passes on, the same machine code). A process has --batch cases, in an order drawn
-once and for all: a limit costs those that are under way then, and leaves a sample of all others. With --kernels, what
-each case launches (FILE, or else a first run without the tool, which writes it there), the first are a few that
-together launch every instantiation of a kernel that any launches. Cards are those that CUDA_VISIBLE_DEVICES names, in
-turn. The result is one line: how many cases of how many passed, of how many of the extension's kernels nothing was
-found (in processes without a finding), and each process's summary. Exits with 9 where something was found or a case did
-not pass (one that is skipped, too), else with 124 where time was up before all had ended.
+in common.cuh: numbers that a launch passes on, the same machine code, whose usual form memcheck alone sees). A process
+has --batch cases, in an order drawn once and for all: a limit costs those that are under way then, and leaves a sample
+of all others. With --kernels, what each case launches (FILE, or else a first run without the tool, which writes it
+there), the first are a few that together launch every instantiation of a kernel that any launches. Cards are those that
+CUDA_VISIBLE_DEVICES names, in turn. The result is one line: how many cases of how many passed, of how many of the
+extension's kernels nothing was found (in processes without a finding), and each process's summary. Exits with 9 where
+something was found or a case did not pass (one that is skipped, too), else with 124 where time was up before all had
+ended.
 """
 
 import argparse
@@ -127,7 +128,7 @@ class Processes:
 
     def __init__(self, tool: str, until: float, least: float) -> None:
         self._command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=nibblelm", "--error-exitcode", "9"]
-        self._says_more = {"NIBBLELM_FOR_RACECHECK": "1"} if tool == "racecheck" else {}
+        self._says_more = {"NIBBLELM_FOR_RACECHECK": str(int(tool == "racecheck"))}
         self._until, self._least = until, least
         self._running: set[subprocess.Popen[str]] = set()
         self._lock = threading.Lock()

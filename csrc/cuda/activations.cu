@@ -51,7 +51,7 @@ __global__ void activate_kernel(const T* x, T* y, int64_t columns, int64_t x_str
 
 template <class T, int V, Activation kForm>
 auto* kernel(bool gated) {
-  if constexpr (kForm <= Activation::gelu_erf) {  // the others are of no gate
+  if constexpr (kForm <= Activation::gelu_erf) {
     if (gated) return activate_kernel<T, V, kForm, true>;
   }
   return activate_kernel<T, V, kForm, false>;
@@ -80,6 +80,10 @@ auto* kernel(Activation form, bool gated) {
 void activate(const void* x, void* y, int64_t rows, int64_t columns, int64_t x_stride, Activation form, float cap,
               bool gated, bool pairs, DType dtype, const Launch& launch) {
   constexpr int64_t kGridRows{65535};
+  if (gated && form > Activation::gelu_erf) {
+    throw std::invalid_argument("activation: of a gate, only silu and gelu; got " +
+                                std::to_string(static_cast<int>(form)));
+  }
   with_activation(dtype, "activation", [&]<class T>() {
     const int64_t size = sizeof(T);
     const bool wide = aligned16(x, x_stride * size) && aligned16(y, columns * size);

@@ -10,7 +10,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Every lane arrives for itself (a warp counts 32): what it wrote before is visible to who waits.
+// A lane arrives for itself (of a whole warp 32 do): what it wrote before is visible to who waits.
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }

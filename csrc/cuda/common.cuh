@@ -313,9 +313,10 @@ inline thread_local LastLaunch last_launch{};
 
 // Whether kernels say more than they need to, for a tool that follows neither `__syncwarp` nor who waits for whom
 // across blocks: then every lane arrives where one does for its warp, and blocks that store in each other end together.
+// `scripts/sanitize.py` asks for it.
 inline bool for_racecheck() {
-  static const bool wanted{std::getenv("NIBBLELM_FOR_RACECHECK") != nullptr};
-  return wanted;
+  static const char* const value{std::getenv("NIBBLELM_FOR_RACECHECK")};
+  return value != nullptr && value[0] == '1';
 }
 
 // How many blocks of so many bytes fit on a multiprocessor beside one of that kernel.

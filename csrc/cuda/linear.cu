@@ -284,7 +284,7 @@ class ChainLauncher {
     g.a.plan.slices_log = decode_slices_log(w.steps());
     g.a.plan.row_rounds = row_rounds(g.a.plan.slices_log, w.steps());
     g.a.stages = g.p.stages;
-    g.p.releasing = for_racecheck() ? 32 : 1;
+    if (for_racecheck()) g.p.releasing = 32;
     g.p.paired_stores = reinterpret_cast<std::uintptr_t>(a.y) % 4 == 0 && a.y_stride % 2 == 0;
     const LargeBuffers at(g.p);
     uint8_t* const workspace = static_cast<uint8_t*>(args.workspace);

@@ -46,9 +46,9 @@ constexpr int kMaxNormColumns{16384};  // of a row that is normed on its way in
 //
 // clang-format off
 //   strip: 16 rows          unit of int4: 64 columns, 512 bytes     who takes which
-//   +------+------+------   lane 4 r + c, bytes 16 l ... 16 l + 15  a warp takes a strip, in both kernels;
-//   |unit 0|unit 1| ...       word 0  row r      8c   ... 8c + 3     its lanes copy and read their own 16
-//   +------+------+------     word 1  row r + 8  8c   ... 8c + 3     bytes and need no barrier; the words
+//   +------+------+------   lane 4 r + c, bytes 16 l ... 16 l + 15  a warp takes a strip, in both kernels; a lane
+//   |unit 0|unit 1| ...       word 0  row r      8c   ... 8c + 3     reads its own 16 bytes, which for few
+//   +------+------+------     word 1  row r + 8  8c   ... 8c + 3     rows it has copied itself; the words
 //                             word 2  row r      8c+4 ... 8c + 7     are registers a0 ... a3 of
 //                             word 3  row r + 8  8c+4 ... 8c + 7     mma.m16n8k32 and wgmma.m64nNk32
 //                           low nibbles: of columns 0 ... 31, high ones: 32 ... 63

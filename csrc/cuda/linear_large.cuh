@@ -223,7 +223,8 @@ struct LargeRing {
   static constexpr bool kBulkTiles{kArchitecture >= 90};
   static constexpr bool kMapped{kBulkTiles && Shape::kMapped};
   static constexpr int kCopyWarps{large_copy_warps(kArchitecture)};
-  static constexpr int kCopies{kMapped && Shape::kRecordBytes == 0 ? 0 : kCopyWarps * kWarp};  // lanes that copy, too
+  static constexpr int kCopies{
+      kMapped && Shape::kRecordBytes == 0 ? 0 : kCopyWarps * kWarp};  // lanes that arrive with theirs
   static constexpr int kArrivals{kBulkTiles + kCopies};
   static constexpr int kChunkTiles{Shape::kChunk * Shape::kLayout.tile_bytes},
       kStageWeights{Shape::kWarps * Shape::kStripBytes}, kChunkWeights{Shape::kChunk * kStageWeights};
@@ -254,7 +255,7 @@ struct LargeRing {
     __syncthreads();
   }
 
-  // Runs `multiply` in the warps with strips, and what fills the ring in the one behind them, whose warpgroup leaves
+  // Runs `multiply` in the warps with strips, and what fills the ring in those behind them, whose warpgroup leaves
   // them its registers.
   template <class Multiply>
   __device__ __forceinline__ void share_out(const LargeArgs& g, const Multiply& multiply) {
@@ -303,7 +304,7 @@ struct LargeRing {
     const uint64_t hint = g.p.token_tiles == 1 ? kEvictFirst : kEvictNormal;
     const uint32_t own = base + Shape::kLayout.weights_at + to * kChunkWeights;
     if constexpr (kMapped) {
-      static_assert(Shape::kChunk == 1);
+      static_assert(Shape::kChunk == 1 && !Shape::kSpares && Shape::kStripBytes / 8 <= 256);
       if (copier == 0 && lane == 0) {
         barrier_expect(full + to * 8, g.p.strips * Shape::kStripBytes);
         copy_rectangle(own, g.weights, c.first_strip, c.stage * (Shape::kStripBytes / 8), full + to * 8, hint);
@@ -318,7 +319,7 @@ struct LargeRing {
       }
     }
     if constexpr (Shape::kRecordBytes > 0) copy_records(a, c, to, copier);
-    if constexpr (kBulkTiles && kCopies > 0) barrier_arrive_copies(full + to * 8);  // else behind the tiles, for both
+    if constexpr (kBulkTiles && kCopies > 0) barrier_arrive_copies(full + to * 8);  // else behind the tiles
   }
   __device__ __forceinline__ void copy_strip(const DecodeArgs& a, const LargeChunks<F, Shape>& c, int strip,
                                              uint32_t at, uint64_t hint) const {
@@ -1072,18 +1073,16 @@ template <WeightFormat F>
 void launch_large_format(const LargeArgs& args, int planes, const Launch& launch, const std::string& what) {
   LargeArgs g = args;
   const auto text = [&] { return what; };
-  if constexpr (Format<F>::kCodes) {
-    if (large_mapped(F, planes, g.p.rows) && compiled_architecture() >= 90) {
-      constexpr int kWords{large_strip_bytes(F) / 8};  // of a strip's stage
-      g.weights = word_map(g.a.data, g.a.strips, static_cast<int64_t>(g.a.steps) * kWords, kWords, g.p.strips, text);
-    }
-  }
   with_planes<F>(planes, g.a.group_shift > 0, [&]<bool Grouped, int D>() {
     if constexpr (large_compiled(F, D, Grouped, 64) || large_compiled(F, D, Grouped, 32)) {
       with_extras<kFloatActivations<F, D>>(extras_of(g.a), [&]<Extras E>() {
         launch_kernel(launch, text, linear_tiles_kernel<F, Grouped, D, E>, dim3(g.rows), dim3(kDecodeThreads),
                       std::max(stage_row_bytes<F, D>(g.a), apart_bytes(g.rows)), g);
       });
+    }
+    if (Format<F>::kCodes && large_mapped(F, planes, g.p.rows) && compiled_architecture() >= 90) {
+      constexpr int kWords{large_strip_bytes(F) / 8};  // of a strip's stage
+      g.weights = word_map(g.a.data, g.a.strips, static_cast<int64_t>(g.a.steps) * kWords, kWords, g.p.strips, text);
     }
     const auto launch_rows = [&]<int Rows>() {
       if constexpr (large_compiled(F, D, Grouped, Rows)) {

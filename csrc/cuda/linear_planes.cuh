@@ -103,7 +103,7 @@ struct LargeArgs {
   float* totals;        // (padded rows of x): their sums, for weights with one scale a row
   int* shifts;          // (slices, padded rows of x): unit_shift from the slice before, where sums stay integers
   float* partials;      // sums of slices that wait to be added
-  CUtensorMap weights;  // codes, in stages of a tile's strips; see large_mapped
+  CUtensorMap weights;  // codes, in stages of a tile's strips, where large_mapped says so
 };
 
 // What one launch computes: linears of one row of x, each of what the one before it has stored, or a single linear.

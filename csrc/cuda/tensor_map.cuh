@@ -12,7 +12,7 @@ constexpr int kMapColumns{64};                // of a rectangle
 constexpr int kMapRowBytes{2 * kMapColumns};  // of a row of it in shared memory
 
 // The matrix (rows, columns) at `matrix`, rows `stride` elements of `bytes` bytes apart, in rectangles of `box_columns`
-// columns and `box_rows` rows, at most 256 each. Address and stride are multiples of 16 bytes.
+// columns and `box_rows` rows, at most 256 each. Address, stride and a rectangle's row are multiples of 16 bytes.
 template <class What>
 CUtensorMap tensor_map(CUtensorMapDataType type, int bytes, const void* matrix, int64_t rows, int64_t columns,
                        int64_t stride, int box_columns, int box_rows, CUtensorMapSwizzle swizzle, What what) {
@@ -47,7 +47,7 @@ CUtensorMap tensor_map(const void* matrix, int64_t rows, int64_t columns, int64_
                     CU_TENSOR_MAP_SWIZZLE_128B, what);
 }
 
-// Of words of 8 bytes, in rectangles of whole rows of `box_columns` words, as they are.
+// Of words of 8 bytes, with one row behind the other, as they are.
 template <class What>
 CUtensorMap word_map(const void* matrix, int64_t rows, int64_t columns, int box_columns, int box_rows, What what) {
   return tensor_map(CU_TENSOR_MAP_DATA_TYPE_UINT64, 8, matrix, rows, columns, columns, box_columns, box_rows,

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from nibblelm import convert, ops
+from nibblelm import convert, ops, random_weights
 from nibblelm.ops.reference import dequantize
 from nibblelm.ops.types import QuantizedWeight
 from nibblelm.quant import gptq
 from nibblelm.quant.affine import pack_zero_point
-from nibblelm.quant.rows import quantize_rows, reference_rows
+from nibblelm.quant.rows import quantize_rows
 
 USABLE, REASON = ops.cuda_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not USABLE, reason=REASON)]
@@ -64,13 +64,16 @@ def test_a_folder_made_on_the_gpu(method, demo, tmp_path) -> None:
         assert again == whole
 
 
-@pytest.mark.parametrize(("bits", "group"), [(4, -1), (4, 128), (8, -1)])
-@pytest.mark.parametrize("columns", [640, 4096])
-def test_rows_are_those_of_the_cpu(columns, bits, group) -> None:
-    """As `bench` makes random weights."""
-    weight = (torch.randn(5000, columns, generator=torch.Generator().manual_seed(0)) * columns**-0.5).bfloat16()
-    weight[0] = 0
-    want = quantize_rows(weight, bits, group, False, "minmax", 2)
-    got = reference_rows(weight.cuda(), bits, group, False, "minmax")
-    for name in ("codes", "scale", "zero"):
-        assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+@pytest.mark.parametrize(("bits", "group"), [(4, -1), (4, 128), (8, -1), (8, 128)])
+@pytest.mark.parametrize(("rows", "columns"), [(1301, 640), (33, 4096), (70, 1001)])
+def test_random_weights_are_those_of_the_cpu(rows, columns, bits, group, monkeypatch) -> None:
+    """In blocks, of which the last is smaller."""
+    monkeypatch.setattr(random_weights, "_BLOCK", 32 * columns)
+    weights = random_weights.RandomWeights(torch.device("cuda"), torch.bfloat16, 16, bits, group)
+    state = weights._generator.get_state()
+    got = weights._weight(rows, columns, bits, group)
+    weights._generator.set_state(state)
+    want = quantize_rows(weights._gaussian(rows, columns).cpu(), bits, group, False, "minmax", 2)
+    assert torch.equal(got.codes.cpu(), want.codes)
+    assert torch.equal(got.scale.cpu(), want.scale)
+    assert torch.equal(got.zero_point.cpu(), pack_zero_point(want.zero, bits))

@@ -18,7 +18,7 @@ import json, os, re, subprocess, sys
 command = sys.argv[sys.argv.index("9") + 1 :]
 with open(os.environ["ASKED"], "a") as file:
     cases = [word.split("::")[1] for word in command if "::" in word]
-    tool = sys.argv[2] + " says more" * ("NIBBLELM_FOR_RACECHECK" in os.environ)
+    tool = sys.argv[2] + " says more" * (os.environ["NIBBLELM_FOR_RACECHECK"] == "1")
     file.write(json.dumps([tool, os.environ["CUDA_VISIBLE_DEVICES"], cases]) + "\\n")
 done = subprocess.run([*command, "-s"], capture_output=True, text=True)
 errors = len(re.findall("FOUND", done.stdout))
