@@ -163,8 +163,12 @@ def test_no_cases_are_an_error(sanitize: Callable[..., Any], cases: str) -> None
 
 
 @pytest.mark.parametrize("name", ["compute-sanitizer", "cuobjdump"])
-def test_a_tool_that_is_not_there_is_named(sanitize: Callable[..., Any], tmp_path: Path, name: str) -> None:
+def test_a_tool_that_is_not_there_is_named(
+    sanitize: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     (tmp_path / "bin" / name).unlink()
+    without = [folder for folder in os.environ["PATH"].split(os.pathsep) if not (Path(folder) / name).exists()]
+    monkeypatch.setenv("PATH", os.pathsep.join(without))  # a toolkit may be installed
     code, output, line = sanitize(some("fine"), "--kernels", "kernels")
     assert (code, line) == (1, ""), output
     assert f"no {name} on the path" in output
