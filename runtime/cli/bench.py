@@ -293,6 +293,7 @@ def _from_shape(args: argparse.Namespace, context: int) -> tuple["Runner", dict[
     from nibblelm.arguments import numeric_types, select_device, use_threads
     from nibblelm.errors import RequestError
     from nibblelm.models import family
+    from nibblelm.ops.devices import reclaim
     from nibblelm.random_weights import RandomWeights
     from nibblelm.runner import Runner
 
@@ -309,7 +310,9 @@ def _from_shape(args: argparse.Namespace, context: int) -> tuple["Runner", dict[
     begun = time.perf_counter()
     dtype, kv_dtype, activation_bits = numeric_types(args.dtype, device, args.activations, args.kv)
     weights = RandomWeights(device, dtype, activation_bits, args.bits, args.group_size)
-    runner = Runner(module.Model(weights, config, context), device, kv_dtype, context, args.graph)
+    model = module.Model(weights, config, context)
+    reclaim(device)  # what rounding them took
+    runner = Runner(model, device, kv_dtype, context, args.graph)
     facts = {"bits": args.bits, "group_size": args.group_size, "weight_bytes": weights.streamed_bytes}
     return runner, facts | {
         "shape": args.shape,
