@@ -81,7 +81,7 @@ void activate(const void* x, void* y, int64_t rows, int64_t columns, int64_t x_s
               bool gated, bool pairs, DType dtype, const Launch& launch) {
   constexpr int64_t kGridRows{65535};
   if (gated && form > Activation::gelu_erf) {
-    throw std::invalid_argument("activation: of a gate, only silu and gelu; got " +
+    throw std::invalid_argument("activation: gates are of silu and gelu (forms 0 to 2); got form " +
                                 std::to_string(static_cast<int>(form)));
   }
   with_activation(dtype, "activation", [&]<class T>() {

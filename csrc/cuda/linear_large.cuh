@@ -223,9 +223,9 @@ struct LargeRing {
   static constexpr bool kBulkTiles{kArchitecture >= 90};
   static constexpr bool kMapped{kBulkTiles && Shape::kMapped};
   static constexpr int kCopyWarps{large_copy_warps(kArchitecture)};
-  static constexpr int kCopies{
-      kMapped && Shape::kRecordBytes == 0 ? 0 : kCopyWarps * kWarp};  // lanes that arrive with theirs
-  static constexpr int kArrivals{kBulkTiles + kCopies};
+  static constexpr int kCopyLanes{
+      kMapped && Shape::kRecordBytes == 0 ? 0 : kCopyWarps * kWarp};  // that arrive with their copies
+  static constexpr int kArrivals{kBulkTiles + kCopyLanes};
   static constexpr int kChunkTiles{Shape::kChunk * Shape::kLayout.tile_bytes},
       kStageWeights{Shape::kWarps * Shape::kStripBytes}, kChunkWeights{Shape::kChunk * kStageWeights};
   const int& releasing;
@@ -266,7 +266,7 @@ struct LargeRing {
       multiply();
     } else {
       if constexpr (kHasWgmma) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::kCopyRegisters));
-      if (kCopies > 0 || warp == Shape::kWarps) produce(g, warp - Shape::kWarps);
+      if (kCopyLanes > 0 || warp == Shape::kWarps) produce(g, warp - Shape::kWarps);
     }
   }
   __device__ __forceinline__ void produce(const LargeArgs& g, int copier) {
@@ -319,7 +319,7 @@ struct LargeRing {
       }
     }
     if constexpr (Shape::kRecordBytes > 0) copy_records(a, c, to, copier);
-    if constexpr (kBulkTiles && kCopies > 0) barrier_arrive_copies(full + to * 8);  // else behind the tiles
+    if constexpr (kBulkTiles && kCopyLanes > 0) barrier_arrive_copies(full + to * 8);  // else behind the tiles
   }
   __device__ __forceinline__ void copy_strip(const DecodeArgs& a, const LargeChunks<F, Shape>& c, int strip,
                                              uint32_t at, uint64_t hint) const {

@@ -73,9 +73,8 @@ __device__ __forceinline__ void copy_rectangle(uint32_t shared, const CUtensorMa
   if constexpr (kArchitecture != 90) return copy_rectangle(shared, map, row, column, barrier);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, "
-      "%4}], "
-      "[%2], %5;" ::"r"(shared),
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared),
       "l"(&map), "r"(barrier), "r"(column), "r"(row), "l"(hint)
       : "memory");
 #endif
