@@ -50,7 +50,8 @@ wheel-test: .venv/.installed-test
 cuda: .venv/.installed
 	rm -rf build/cuda-wheel
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir build/cuda-wheel . \
-		-C cmake.define.NIBBLELM_CUDA=ON -C cmake.define.NIBBLELM_CUDA_ARCHS=90a -C build-dir=build/cuda
+		--config-settings=cmake.define.NIBBLELM_CUDA=ON --config-settings=cmake.define.NIBBLELM_CUDA_ARCHS=90a \
+		--config-settings=build-dir=build/cuda
 	$(BIN)/pip install --quiet --no-deps --upgrade --target build/cuda-wheel/site build/cuda-wheel/*.whl
 	cd build/cuda-wheel/site/nibblelm && "$(CURDIR)/$(BIN)/python" -c "import _cuda; print(_cuda.__doc__)"
 	nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -Icsrc scripts/bench_step.cu \
