@@ -22,7 +22,7 @@ def main() -> None:
     fresh = not (ROOT / "build" / "wheel").exists()
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     started = time.monotonic()
-    options = ("-C", "cmake.define.NIBBLELM_CUDA=ON", "-C", "build-dir=build/wheel")
+    options = ("--config-settings=cmake.define.NIBBLELM_CUDA=ON", "--config-settings=build-dir=build/wheel")
     command = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", "dist", ".", *options)
     subprocess.run(command, cwd=ROOT, check=True)
     wall, cpu = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
