@@ -10,16 +10,17 @@
 #   schedules            500 random schedules of the engine, over all kinds of models
 #   peers, vllm-folders  need --vllm DIR, with run_vllm.py and vLLM's site.tar.xz
 # With --wheel FILE, one of `make wheel`, build installs that: the tests' result is then also the wheel's. With --data
-# DIR tests find the real checkpoints and text that some of them read. With --only "PATH...", tests and sanitizers take
-# these files and folders alone; each file's result is recorded with its tree, and files that did not run keep theirs;
-# where time was up before the end, all of that run's say "cut off". With --again DIR, which has the tests*.xml and
-# schedules.xml of a run of the same tree, tests and schedules run what failed there alone and count the rest of that
-# run too; the record says how many ran again. Results collect in out/gpu_check/ until `record` writes them to
-# benchmarks/h200/*.json (or --record DIR) and, of a wheel's whole run, benchmarks/wheel.json; rows that were not
-# measured again stay there. HASHES is "csrc=... runtime=... models=...". A part that fails does not keep the next from
-# running; with --limit S all end after S seconds, and what was measured by then stays. After `build`, parts may run
-# side by side on different cards (CUDA_VISIBLE_DEVICES), but not two that measure; convert, e2e and families take all
-# cards there are, tests and sanitizers those that CUDA_VISIBLE_DEVICES names.
+# DIR tests find the real checkpoints and text that some of them read. With --only "PATH...", tests and sanitizers
+# take these files and folders alone; each file's result is recorded with its tree, and files that did not run keep
+# theirs; where time was up before the end, all of that run's say "cut off". With --covering sanitizers run no cases
+# beyond those that together launch every kernel. With --again DIR, which has the tests*.xml and schedules.xml of a
+# run of the same tree, tests and schedules run what failed there alone and count the rest of that run too; the record
+# says how many ran again. Results collect in out/gpu_check/ until `record` writes them to benchmarks/h200/*.json (or
+# --record DIR) and, of a wheel's whole run, benchmarks/wheel.json; rows that were not measured again stay there.
+# HASHES is "csrc=... runtime=... models=...". A part that fails does not keep the next from running; with --limit S
+# all end after S seconds, and what was measured by then stays. After `build`, parts may run side by side on different
+# cards (CUDA_VISIBLE_DEVICES), but not two that measure; convert, e2e and families take all cards there are, tests
+# and sanitizers those that CUDA_VISIBLE_DEVICES names.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -33,6 +34,7 @@ vllm=
 wheel=
 data=
 only=
+covering=
 again=
 limit=86400
 failed=0
@@ -84,8 +86,8 @@ for path in map(Path, paths):
             old = 1
             print(f"{path.name}: of another tree: {' '.join(names)}")
         for name, ran in record["sanitizer"].items():
-            count = re.match(r"(\d+) of (\d+) cases(, \d+ of \d+ kernels)?", ran["result"])
-            if count and count[1] != count[2]:
+            count = re.match(r"(\d+) of (\d+) cases(, (\d+) of (\d+) kernels)?", ran["result"])
+            if count and count[1] != count[2] and (not count[3] or count[4] != count[5]):
                 old = 1
                 print(f"{path.name}: {name}: {count[1]} of {count[2]} cases passed{count[3] or ''}")
 sys.exit(old)
@@ -219,7 +221,7 @@ sanitize() {  # $1: tool
   local to
   to=$state/$(part_name "$1")
   $python scripts/sanitize.py "$1" "${what[@]}" --limit "$(left)" --kernels "$state/$(part_name kernels).jsonl" \
-    --logs "$to.logs" --result "$to.txt"
+    --logs "$to.logs" --result "$to.txt" $covering
 }
 
 bench() {  # card, shape, bits and group size; the rest: options
@@ -410,11 +412,12 @@ while [[ $# -gt 0 ]]; do
     --wheel) wheel=$2; shift 2 ;;
     --data) data=$2; shift 2 ;;
     --only) only=$2; shift 2 ;;
+    --covering) covering=$1; shift ;;
     --again) again=$2; shift 2 ;;
     --limit) limit=$2; shift 2 ;;
     build | tests | memcheck | racecheck | ops | e2e | latency | load | serve | convert | record) parts+=("$1"); shift ;;
     drafts | families | cards | schedules | peers | vllm-folders) parts+=("$1"); shift ;;
-    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,22p" "$0" >&2; exit 2 ;;
+    *) echo "gpu_check: unknown argument '$1'" >&2; sed -n "4,23p" "$0" >&2; exit 2 ;;
   esac
 done
 for folder in "${folders[@]}"; do

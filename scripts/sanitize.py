@@ -7,11 +7,11 @@ neither `__syncwarp` nor who waits for whom across blocks, so kernels say more f
 in common.cuh: numbers that a launch passes on, the same machine code, whose usual form memcheck alone sees). A process
 has --batch cases, in an order drawn once and for all: a limit costs those that are under way then, and leaves a sample
 of all others. With --kernels, what each case launches (FILE, or else a first run without the tool, which writes it
-there), the first are a few that together launch every instantiation of a kernel that any launches. Cards are those that
-CUDA_VISIBLE_DEVICES names, in turn. The result is one line: how many cases of how many passed, of how many of the
-extension's kernels nothing was found (in processes without a finding), and each process's summary. Exits with 9 where
-something was found or a case did not pass (one that is skipped, too), else with 124 where time was up before all had
-ended.
+there), the first are a few that together launch every instantiation of a kernel that any launches; --covering runs
+these alone. Cards are those that CUDA_VISIBLE_DEVICES names, in turn. The result is one line: how many cases of how
+many passed, of how many of the extension's kernels nothing was found (in processes without a finding), and each
+process's summary. Exits with 9 where something was found or a case did not pass (one that is skipped, too), else with
+124 where time was up before all that it runs had ended.
 """
 
 import argparse
@@ -100,8 +100,8 @@ def kernels_of(paths: Sequence[str], cases: Sequence[str], file: Path, until: fl
     return launched
 
 
-def covering(cases: Sequence[str], launched: Kernels) -> list[str]:
-    """The cases, the first of them such that they launch all kernels soon, the others as they were."""
+def covering(cases: Sequence[str], launched: Kernels) -> tuple[list[str], list[str]]:
+    """A few of the cases that together launch all kernels, those with the most for their time first; and the others."""
     rest, missing = list(cases), {name for case in cases for name in launched.get(case, ())}
     first: list[str] = []
     while missing:  # the one with the most new kernels for its time
@@ -110,7 +110,7 @@ def covering(cases: Sequence[str], launched: Kernels) -> list[str]:
         best = worth.index(max(worth))
         missing -= kernels[best].keys()
         first.append(rest.pop(best))
-    return first + rest
+    return first, rest
 
 
 def compiled_kernels() -> int:
@@ -199,9 +199,12 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=86400, metavar="S", help="seconds of all")
     parser.add_argument("--least", type=float, default=20, metavar="S", help="begin none with less, of all, left (20)")
     parser.add_argument("--kernels", type=Path, metavar="FILE", help="what cases launch; made if it is not there")
+    parser.add_argument("--covering", action="store_true", help="no cases beyond those that launch every kernel")
     parser.add_argument("--result", type=Path, metavar="FILE", help="where the line goes (it is printed, too)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="where outputs of processes with findings go")
     args = parser.parse_args()
+    if args.covering and not args.kernels:
+        parser.error("--covering: pass --kernels FILE, which says what cases launch")
     until = time.monotonic() + args.limit
     if args.result:
         args.result.unlink(missing_ok=True)  # an older one must not seem to be this run's
@@ -216,8 +219,9 @@ def main() -> int:
     random.Random(0).shuffle(cases)
     count = compiled_kernels() if args.kernels else 0
     launched = kernels_of(args.path, cases, args.kernels, until) if args.kernels else {}
-    cases = covering(cases, launched)
-    shares = [cases[i : i + args.batch] for i in range(0, len(cases), args.batch)]
+    first, rest = covering(cases, launched)
+    to_run = first if args.covering else first + rest
+    shares = [to_run[i : i + args.batch] for i in range(0, len(to_run), args.batch)]
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     processes = Processes(args.tool, until, args.least)
     most = min(len(os.sched_getaffinity(0)), PER_CARD * len(cards))

@@ -186,6 +186,9 @@ def test_stale_names_what_is_of_another_tree_or_a_sample(check: Callable[..., An
     summary |= {"sanitizer": {"memcheck": {**whole, "tree": TREE}, "racecheck": sample}, "cards": {"tree": TREE}}
     (record / "tests.json").write_text(json.dumps(summary))
     (record / "e2e.json").write_text(json.dumps([{"tree": tree}, {"tree": TREE}]))
+    covering = {"result": "4 of 9 cases, 8 of 8 kernels, in 2 processes", "tree": tree}
+    summary["sanitizer"]["synccheck"] = covering  # says enough
+    (record / "tests.json").write_text(json.dumps(summary))
     assert check("--stale").stdout.splitlines() == [
         "e2e.json: 1 of 2 rows are of another tree",
         "tests.json: of another tree: memcheck cards",

@@ -104,6 +104,11 @@ def test_cases_that_launch_all_kernels_come_first(sanitize: Callable[..., Any], 
     asked = [json.loads(word)[2][0] for word in (tmp_path / "asked").read_text().splitlines()]
     assert set(asked[:2]) == {"test_fine[1]", "test_fine[3]"}
 
+    code, output, line = sanitize(some("fine"), "--batch", 1, "--kernels", "kernels", "--covering")
+    assert (code, line[: line.index(":")]) == (0, "2 of 6 cases, 3 of 3 kernels, in 2 processes, exit 0"), output
+    code, output, _ = sanitize(some("fine"), "--covering")
+    assert code == 2 and "--covering: pass --kernels FILE" in output, output
+
 
 def test_kernels_of_what_did_not_pass_do_not_count(sanitize: Callable[..., Any], tmp_path: Path) -> None:
     launched = {"fine[0]": {"a": 1}, "wrong": {"a": 1, "b": 1}}
