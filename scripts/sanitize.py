@@ -8,10 +8,11 @@ in common.cuh: numbers that a launch passes on, the same machine code, whose usu
 has --batch cases, in an order drawn once and for all: a limit costs those that are under way then, and leaves a sample
 of all others. With --kernels, what each case launches (FILE, or else a first run without the tool, which writes it
 there), the first are a few that together launch every instantiation of a kernel that any launches; --covering runs
-these alone. Cards are those that CUDA_VISIBLE_DEVICES names, in turn. The result is one line: how many cases of how
-many passed, of how many of the extension's kernels nothing was found (in processes without a finding), and each
-process's summary. Exits with 9 where something was found or a case did not pass (one that is skipped, too), else with
-124 where time was up before all that it runs had ended.
+these alone. With --again FILE, the output of such a run of the same tree and --kernels that time cut off, only what had
+not ended there runs, and the rest of that run counts. Cards are those that CUDA_VISIBLE_DEVICES names, in turn. The
+result is one line: how many cases of how many passed, of how many of the extension's kernels nothing was found (in
+processes without a finding), and each process's summary. Exits with 9 where something was found or a case did not pass
+(one that is skipped, too), else with 124 where time was up before all that it runs had ended.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 PER_CARD = 16
 """Processes at a time, at most: each has a context and buffers of its own."""
@@ -113,6 +114,24 @@ def covering(cases: Sequence[str], launched: Kernels) -> tuple[list[str], list[s
     return first, rest
 
 
+class Before(NamedTuple):
+    """Of a run that time cut off: the cases of which nothing was found, how many processes ended, their last lines."""
+
+    fine: list[str]
+    processes: int
+    ends: str
+
+
+def cut_off(output: str, cases: Sequence[str]) -> Before:
+    """What such a run's output says of these cases, which it was to run."""
+    line = re.search(r"^\w+: (\d+) of .* in (\d+) processes, exit 124: (.*)$", output, re.MULTILINE)
+    late = set(re.findall(r"^not ended: (.*)$", output, re.MULTILINE))
+    fine = [case for case in cases if case not in late]
+    if not line or int(line[1]) != len(fine):
+        raise SystemExit("sanitize.py: --again: no output of a run of these cases that only time has ended")
+    return Before(fine, int(line[2]), line[3])
+
+
 def compiled_kernels() -> int:
     """How many the installed extension has. Of cuobjdump's rows of symbols theirs say ENTRY."""
     spec = find_spec("nibblelm._cuda")
@@ -190,7 +209,7 @@ def judged(results: Sequence[Result]) -> tuple[int, list[str], list[str], list[s
     return passed, fine, ends, late, found
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tool", choices=("memcheck", "racecheck", "initcheck", "synccheck"))
     parser.add_argument("path", nargs="+")
@@ -200,11 +219,17 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=20, metavar="S", help="begin none with less, of all, left (20)")
     parser.add_argument("--kernels", type=Path, metavar="FILE", help="what cases launch; made if it is not there")
     parser.add_argument("--covering", action="store_true", help="no cases beyond those that launch every kernel")
+    parser.add_argument("--again", type=Path, metavar="FILE", help="output of a run that was cut off: the rest of it")
     parser.add_argument("--result", type=Path, metavar="FILE", help="where the line goes (it is printed, too)")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="where outputs of processes with findings go")
     args = parser.parse_args()
     if args.covering and not args.kernels:
         parser.error("--covering: pass --kernels FILE, which says what cases launch")
+    return args
+
+
+def main() -> int:
+    args = arguments()
     until = time.monotonic() + args.limit
     if args.result:
         args.result.unlink(missing_ok=True)  # an older one must not seem to be this run's
@@ -221,6 +246,8 @@ def main() -> int:
     launched = kernels_of(args.path, cases, args.kernels, until) if args.kernels else {}
     first, rest = covering(cases, launched)
     to_run = first if args.covering else first + rest
+    before = cut_off(args.again.read_text(), to_run) if args.again else Before([], 0, "")
+    to_run = [case for case in to_run if case not in before.fine]
     shares = [to_run[i : i + args.batch] for i in range(0, len(to_run), args.batch)]
     cards = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
     processes = Processes(args.tool, until, args.least)
@@ -233,15 +260,17 @@ def main() -> int:
             processes.stop()
             raise
     passed, fine, ends, late, found = judged(results)
+    passed, fine = passed + len(before.fine), fine + before.fine
     code = 9 if found else 124 if late else 0
-    ended = sum(code is not None for _, code, _ in results)
+    ended = before.processes + sum(code is not None for _, code, _ in results)
     seen = {name for case in fine for name in launched.get(case, ())}
     kernels = f", {len(seen)} of {count} kernels," if count else ""
-    line = f"{passed} of {len(cases)} cases{kernels} in {ended} processes, exit {code}: {' '.join(ends)}"
+    told = " ".join([before.ends, *ends]).strip()
+    line = f"{passed} of {len(cases)} cases{kernels} in {ended} processes, exit {code}: {told}"
     print(f"{args.tool}: {line}")
     if args.result:
         args.result.write_text(line + "\n")
-    print("".join(f"not ended: {case}\n" for case in late[:40]), end="")
+    print("".join(f"not ended: {case}\n" for case in late), end="")
     # Which places, the most frequent first: summaries alone do not say.
     places = Counter(VARYING.sub("", place) for output in found for place in PLACES.findall(output))
     print("".join(f"{count:7} {place}\n" for place, count in places.most_common(40)), end="")

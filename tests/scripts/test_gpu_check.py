@@ -178,16 +178,16 @@ def test_stale_names_what_is_of_another_tree_or_a_sample(check: Callable[..., An
     record = tmp_path / "benchmarks" / "h200"
     record.mkdir(parents=True)
     (tmp_path / "tests").mkdir()
-    whole = {"result": "9 of 9 cases in 3 processes", "tree": tree}
+    whole = {"result": "9 of 9 cases in 3 processes, exit 0:", "tree": tree}
     summary = {"tree": tree, "files": {}, "sanitizer": {"memcheck": whole}, "schedules": {"passed": 1, "tree": tree}}
     (record / "tests.json").write_text(json.dumps(summary))
     assert check("--stale").stdout == f"the record in {record.relative_to(tmp_path)} is of this tree\n"
-    sample = {"result": "4 of 9 cases, 3 of 8 kernels, in 2 processes", "tree": tree}
+    sample = {"result": "4 of 9 cases, 3 of 8 kernels, in 2 processes, exit 124:", "tree": tree}
     summary |= {"sanitizer": {"memcheck": {**whole, "tree": TREE}, "racecheck": sample}, "cards": {"tree": TREE}}
     (record / "tests.json").write_text(json.dumps(summary))
     (record / "e2e.json").write_text(json.dumps([{"tree": tree}, {"tree": TREE}]))
-    covering = {"result": "4 of 9 cases, 8 of 8 kernels, in 2 processes", "tree": tree}
-    summary["sanitizer"]["synccheck"] = covering  # says enough
+    covering = {"result": "4 of 9 cases, 7 of 8 kernels, in 2 processes, exit 0:", "tree": tree}
+    summary["sanitizer"]["synccheck"] = covering  # all that it was to run
     (record / "tests.json").write_text(json.dumps(summary))
     assert check("--stale").stdout.splitlines() == [
         "e2e.json: 1 of 2 rows are of another tree",

@@ -107,7 +107,8 @@ def test_cases_that_launch_all_kernels_come_first(sanitize: Callable[..., Any], 
     code, output, line = sanitize(some("fine"), "--batch", 1, "--kernels", "kernels", "--covering")
     assert (code, line[: line.index(":")]) == (0, "2 of 6 cases, 3 of 3 kernels, in 2 processes, exit 0"), output
     code, output, _ = sanitize(some("fine"), "--covering")
-    assert code == 2 and "--covering: pass --kernels FILE" in output, output
+    assert code == 2
+    assert "--covering: pass --kernels FILE" in output
 
 
 def test_kernels_of_what_did_not_pass_do_not_count(sanitize: Callable[..., Any], tmp_path: Path) -> None:
@@ -151,6 +152,23 @@ def test_time_that_is_up_costs_what_is_under_way(sanitize: Callable[..., Any]) -
     code, output, line = sanitize(some("endless"), "--limit", 8, "--least", 0.1)
     assert (code, line) == (124, "0 of 1 cases in 0 processes, exit 124: \n"), output
     assert "\nnot ended: test_cases.py::test_endless\n" in output
+
+
+def test_what_time_cut_off_can_be_made_up_for(sanitize: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "kernels").write_text(json.dumps({"case": "test_cases.py::test_fine[2]", "kernels": {"a": 1}}) + "\n")
+    before = "racecheck: 4 of 6 cases, 1 of 3 kernels, in 2 processes, exit 124: 4 passed\n"
+    late = "".join(f"not ended: test_cases.py::test_fine[{i}]\n" for i in (1, 5))
+    (tmp_path / "before").write_text(before + late)
+    code, output, line = sanitize(some("fine"), "--kernels", "kernels", "--again", "before")
+    assert (code, line[: line.index(":")]) == (0, "6 of 6 cases, 1 of 3 kernels, in 3 processes, exit 0"), output
+    assert line.count(" passed") == 2
+    (asked,) = [json.loads(word)[2] for word in (tmp_path / "asked").read_text().splitlines()]
+    assert sorted(asked) == ["test_fine[1]", "test_fine[5]"]
+    for wrong in (before.replace("exit 124", "exit 9") + late, before):
+        (tmp_path / "before").write_text(wrong)
+        code, output, line = sanitize(some("fine"), "--kernels", "kernels", "--again", "before")
+        assert (code, line) == (1, "")
+        assert "no output of a run of these cases that only time has ended" in output
 
 
 def test_time_that_is_up_before_the_tool_runs_is_said(sanitize: Callable[..., Any], tmp_path: Path) -> None:
