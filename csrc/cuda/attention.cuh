@@ -85,6 +85,20 @@ __device__ __forceinline__ float score(const AttentionArgs& a, float dot, int64_
 // 2^(x - m), 0 where nothing has been seen (m = -inf).
 __device__ __forceinline__ float weight_of(float x, float m) { return m == -INFINITY ? 0.0f : exp2_fast(x - m); }
 
+// Head sizes that prompts take on tensor cores: 64, 128 and 256 by kernels of their own, others by those for as many
+// columns as come next.
+__host__ __device__ inline bool has_tiled_head(const PagedCache& cache) {
+  return cache.head_dim % 8 == 0 && cache.head_dim >= 64 && cache.head_dim <= 256;
+}
+template <class Call>
+void with_tiled_head(const PagedCache& cache, Call call) {
+  const int d = cache.head_dim;
+  if (d == 64) return call.template operator()<64, true>();
+  if (d == 128) return call.template operator()<128, true>();
+  if (d == 256) return call.template operator()<256, true>();
+  d < 128 ? call.template operator()<128, false>() : call.template operator()<256, false>();
+}
+
 // ---- splits: a function of the row's own interval alone, so batching cannot change a result ----
 
 struct Splits {

@@ -2,7 +2,8 @@
 // warps walk over tiles of keys and values that cp.async brings to shared memory one tile ahead.
 //
 // Key tiles start at multiples of kColumns, and a tile that a row may not see leaves it unchanged to the bit, so a
-// row's result does not depend on the rows beside it.
+// row's result does not depend on the rows beside it. Heads are filled up with zeros to D columns, where they are not
+// of that size (kExact), on their way to shared memory.
 #include "attention.cuh"
 #include "mma.cuh"
 
@@ -30,14 +31,16 @@ __device__ __forceinline__ uint32_t chunk_address(uint32_t base, int row, int ch
   return base + row * (D * 2) + ((chunk ^ (row & 7)) << 4);
 }
 
-// kRows rows of D values, `stride` apart, from `source`; the first `count` are real.
+// kRows rows of `width` values, filled up with zeros to D, `stride` apart, from `source`; the first `count` are real.
 template <int D, int kRows>
-__device__ __forceinline__ void copy_tile(uint32_t shared, const bf16* source, int64_t stride, int count) {
+__device__ __forceinline__ void copy_tile(uint32_t shared, const bf16* source, int64_t stride, int count, int width) {
   constexpr int kChunks{D / 8};
 #pragma unroll
   for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
     const int row = i / kChunks, chunk = i % kChunks;
-    copy_or_zero(chunk_address<D>(shared, row, chunk), source + row * stride + 8 * chunk, row < count);
+    const bool real = row < count && 8 * chunk < width;
+    copy_or_zero(chunk_address<D>(shared, row, chunk), source + row * stride + (8 * chunk < width ? 8 * chunk : 0),
+                 real);
   }
 }
 
@@ -108,7 +111,7 @@ __device__ __forceinline__ void softmax_step(Strip<D>& strip, float (&s)[kTiles]
 }
 
 // Grid (heads, tiles of rows); the last rows see the most keys and go first.
-template <int D, bool kOptions>
+template <int D, bool kExact, bool kOptions>
 __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_kernel(AttentionArgs a) {
   using S = Shape<D>;
   constexpr int kStrips{S::kStrips}, kColumns{S::kColumns}, kTiles{kColumns / 8};
@@ -120,12 +123,12 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
   int* const bounds = reinterpret_cast<int*>(storage + S::kShared - kBoundsBytes);
   constexpr uint32_t kTileBytes{sizeof(bf16) * D * kColumns};
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, g = lane / 4, j = lane % 4;
-  const int head = blockIdx.x, kv_head = head / (a.heads / a.cache.kv_heads);
+  const int head = blockIdx.x, kv_head = head / (a.heads / a.cache.kv_heads), width = kExact ? D : a.cache.head_dim;
   const RowTile tile = row_tile<S::kRows>(a, gridDim.y - 1 - blockIdx.y);
   if (tile.first >= tile.end) return;
   if (threadIdx.x < 4) bounds[threadIdx.x] = threadIdx.x % 2 == 0 ? INT_MAX : 0;
-  copy_tile<D, S::kRows>(q_tile, static_cast<const bf16*>(a.q) + tile.first * a.q_stride + head * D, a.q_stride,
-                         tile.end - tile.first);
+  copy_tile<D, S::kRows>(q_tile, static_cast<const bf16*>(a.q) + tile.first * a.q_stride + head * width, a.q_stride,
+                         tile.end - tile.first, width);
   copy_async_commit();
 
   Row rows[kStrips][2];
@@ -163,8 +166,8 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
   };
   const auto fetch = [&](int column, int stage, int page) {
     const auto copy = [&](const void* pool, uint32_t tile) {
-      const int64_t from = cache_row<D>(a.cache, page, kv_head, column);
-      if (column < end) copy_tile<D, kColumns>(tile, static_cast<const bf16*>(pool) + from, D, end - column);
+      const int64_t from = cache_row<kExact ? D : 0>(a.cache, page, kv_head, column);
+      if (column < end) copy_tile<D, kColumns>(tile, static_cast<const bf16*>(pool) + from, width, end - column, width);
       copy_async_commit();
     };
     copy(a.cache.k, kv_tiles + 2 * stage * kTileBytes);
@@ -239,21 +242,24 @@ __global__ void __launch_bounds__(kThreads, D <= 128 ? 2 : 1) attention_prefill_
       const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
       if (rows[n][r].index >= tile.end) continue;
       bf16* const out =
-          static_cast<bf16*>(a.out) + (static_cast<int64_t>(rows[n][r].index) * a.heads + head) * D + 2 * j;
+          static_cast<bf16*>(a.out) + (static_cast<int64_t>(rows[n][r].index) * a.heads + head) * width + 2 * j;
 #pragma unroll
-      for (int t = 0; t < D / 8; ++t)
+      for (int t = 0; t < D / 8; ++t) {
+        if (!kExact && 8 * t >= width) break;
         *reinterpret_cast<uint32_t*>(out + 8 * t) =
             pack2<bf16>(strips[n].o[t][2 * r] * inverse, strips[n].o[t][2 * r + 1] * inverse);
+      }
     }
 }
 
-template <int D>
+template <int D, bool kExact>
 void launch_prefill(const AttentionArgs& a, const Launch& launch) {
   const auto what = [&] { return describe("attention prefill", a); };
   const int tiles = a.tile_count * (kPrefillTile / Shape<D>::kRows);
   if (tiles > 65535) throw std::invalid_argument(what() + ": too many tiles in one call");
-  launch_kernel(launch, what, has_options(a) ? attention_prefill_kernel<D, true> : attention_prefill_kernel<D, false>,
-                dim3(a.heads, tiles), dim3(kThreads), Shape<D>::kShared, a);
+  const auto kernel =
+      has_options(a) ? attention_prefill_kernel<D, kExact, true> : attention_prefill_kernel<D, kExact, false>;
+  launch_kernel(launch, what, kernel, dim3(a.heads, tiles), dim3(kThreads), Shape<D>::kShared, a);
 }
 
 }  // namespace
@@ -268,12 +274,10 @@ void attention_prefill(const AttentionArgs& a, const Launch& launch) {
     return attention_prefill(unpacked, launch);
   }
   if (attention_fits_sm90(a)) return attention_prefill_sm90(a, launch);
-  const bool tensor_cores =
-      a.type == DType::bf16 && a.cache.dtype == DType::bf16 && a.q_stride % 8 == 0 && aligned16(a.q, 0);
-  if (tensor_cores && a.cache.head_dim == 64) return launch_prefill<64>(a, launch);
-  if (tensor_cores && a.cache.head_dim == 128) return launch_prefill<128>(a, launch);
-  if (tensor_cores && a.cache.head_dim == 256) return launch_prefill<256>(a, launch);
-  attention_prefill_fma(a, launch);
+  const bool tensor_cores = a.type == DType::bf16 && a.cache.dtype == DType::bf16 && has_tiled_head(a.cache) &&
+                            a.q_stride % 8 == 0 && aligned16(a.q, 0);
+  if (!tensor_cores) return attention_prefill_fma(a, launch);
+  with_tiled_head(a.cache, [&]<int D, bool kExact>() { launch_prefill<D, kExact>(a, launch); });
 }
 
 }  // namespace nibblelm::cuda

@@ -4,7 +4,8 @@
 // products of the tile before with its values, and under the other group's products.
 //
 // Key tiles start at multiples of kColumns, and a tile that a row may not see leaves it unchanged to the bit, so a
-// row's result does not depend on the rows beside it.
+// row's result does not depend on the rows beside it. Heads are filled up with zeros to D columns, where they are not
+// of that size (kExact), by the copies alone.
 #include "attention.cuh"
 #include "barrier.cuh"
 #include "tensor_map.cuh"
@@ -76,7 +77,7 @@ struct Maps {
 // Items taken beyond every block's first; zero between launches.
 __device__ unsigned items_taken;
 
-template <int D>
+template <int D, bool kExact>
 struct Copier {
   using L = Layout<D>;
   static constexpr int kColumns{L::kColumns}, kPages{kColumns / kPage};
@@ -127,9 +128,11 @@ struct Copier {
     if (lane != 0) return;
     const uint32_t queries = base + place.index * L::kQueryBytes, full = base + L::kQueriesFull + place.index * 8;
     barrier_arrive_expect(full, L::kQueryBytes);
-    for (int d = 0; d < D; d += kMapColumns)
-      copy_rectangle(queries + d / kMapColumns * (kPrefillTile * kMapRowBytes), maps.q, item.row, item.head * D + d,
-                     full);
+    for (int d = 0; d < D; d += kMapColumns) {
+      const uint32_t to = queries + d / kMapColumns * (kPrefillTile * kMapRowBytes);
+      kExact ? copy_rectangle(to, maps.q, item.row, item.head * D + d, full)
+             : copy_rectangle_of(to, maps.q, item.row, item.head, d, full);
+    }
   }
 
   // Puts down what each row sees, and enters what any and what all of them do.
@@ -271,7 +274,7 @@ struct Softmax {
   }
 };
 
-template <int D, bool kOptions>
+template <int D, bool kExact, bool kOptions>
 struct Multiplier {
   using L = Layout<D>;
   static constexpr int kColumns{L::kColumns}, kTiles{kColumns / 8};
@@ -454,14 +457,17 @@ struct Multiplier {
       l += __shfl_xor_sync(kAllLanes, l, 2);
       const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
       const int row = first_row + 8 * r, j = lane % 4;
-      bf16* const out = static_cast<bf16*>(a.out) + (static_cast<int64_t>(item.row + row) * a.heads + item.head) * D;
+      const int width = kExact ? D : a.cache.head_dim;
+      bf16* const out =
+          static_cast<bf16*>(a.out) + (static_cast<int64_t>(item.row + row) * a.heads + item.head) * width;
 #pragma unroll
       for (int t = 0; t < D / 8; t += 4) {
         uint32_t w[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) w[i] = pack2<bf16>(o[t + i][2 * r] * inverse, o[t + i][2 * r + 1] * inverse);
         transpose_quad(w, j);
-        if (row < item.rows) *reinterpret_cast<uint4*>(out + (t + j) * 8) = {w[0], w[1], w[2], w[3]};
+        if (row < item.rows && (kExact || (t + j) * 8 < width))
+          *reinterpret_cast<uint4*>(out + (t + j) * 8) = {w[0], w[1], w[2], w[3]};
       }
     }
   }
@@ -469,7 +475,7 @@ struct Multiplier {
 
 // ---- kernel and launcher -----------------------------------------------------------------------------------------
 
-template <int D, bool kOptions>
+template <int D, bool kExact, bool kOptions>
 __global__ void __launch_bounds__(kThreads, 1)
     attention_prefill_sm90_kernel(const __grid_constant__ Maps maps, const __grid_constant__ AttentionArgs a) {
   if constexpr (kHasWgmma) {
@@ -494,27 +500,30 @@ __global__ void __launch_bounds__(kThreads, 1)
     dependency_release();
     if (warp < 4) {
       asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopyRegisters));
-      if (warp == 0) Copier<D>{a, maps, base, lane}.run();
+      if (warp == 0) Copier<D, kExact>{a, maps, base, lane}.run();
     } else {
       asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kMultiplyRegisters));
       const int group = warp / 4 - 1;
-      Multiplier<D, kOptions>{a, base, group, lane, group * kGroupRows + warp % 4 * 16 + lane / 4}.run();
+      Multiplier<D, kExact, kOptions>{a, base, group, lane, group * kGroupRows + warp % 4 * 16 + lane / 4}.run();
     }
   }
 }
 
-template <int D>
+template <int D, bool kExact>
 void launch_prefill(const AttentionArgs& a, const Launch& launch) {
   const auto what = [&] { return describe("attention prefill", a); };
   const int64_t pool = static_cast<int64_t>(a.cache.pages) * a.cache.kv_heads * kPage;
-  const Maps maps{tensor_map(a.q, a.rows, static_cast<int64_t>(a.heads) * D, a.q_stride, kPrefillTile, what),
-                  tensor_map(a.cache.k, pool, D, D, kPage, what), tensor_map(a.cache.v, pool, D, D, kPage, what)};
+  const int width = a.cache.head_dim;
+  const Maps maps{kExact ? tensor_map(a.q, a.rows, static_cast<int64_t>(a.heads) * D, a.q_stride, kPrefillTile, what)
+                         : tensor_map_of(a.q, a.rows, a.heads, width, a.q_stride, kPrefillTile, what),
+                  tensor_map(a.cache.k, pool, width, width, kPage, what),
+                  tensor_map(a.cache.v, pool, width, width, kPage, what)};
   const int64_t items = static_cast<int64_t>(a.tile_count) * a.heads;
   if (items > INT_MAX / 2) throw std::invalid_argument(what() + ": too many tiles in one call");
   const int blocks = std::min(static_cast<int>(items), device_attribute(cudaDevAttrMultiProcessorCount));
-  launch_kernel(launch, what,
-                has_options(a) ? attention_prefill_sm90_kernel<D, true> : attention_prefill_sm90_kernel<D, false>,
-                dim3(blocks), dim3(kThreads), Layout<D>::kBytes, maps, a);
+  const auto kernel =
+      has_options(a) ? attention_prefill_sm90_kernel<D, kExact, true> : attention_prefill_sm90_kernel<D, kExact, false>;
+  launch_kernel(launch, what, kernel, dim3(blocks), dim3(kThreads), Layout<D>::kBytes, maps, a);
 }
 
 }  // namespace sm90
@@ -523,16 +532,12 @@ bool attention_fits_sm90(const AttentionArgs& a) {
   const auto fits = [](const void* p, int64_t stride) {
     return aligned16(p, stride * static_cast<int64_t>(sizeof(bf16)));
   };
-  const int d = a.cache.head_dim;
   return !a.mma_sync && compiled_architecture() == 90 && a.type == DType::bf16 && a.cache.dtype == DType::bf16 &&
-         (d == 64 || d == 128 || d == 256) && fits(a.q, a.q_stride) && fits(a.out, 0) && fits(a.cache.k, 0) &&
-         fits(a.cache.v, 0);
+         has_tiled_head(a.cache) && fits(a.q, a.q_stride) && fits(a.out, 0) && fits(a.cache.k, 0) && fits(a.cache.v, 0);
 }
 
 void attention_prefill_sm90(const AttentionArgs& a, const Launch& launch) {
-  if (a.cache.head_dim == 64) return sm90::launch_prefill<64>(a, launch);
-  if (a.cache.head_dim == 128) return sm90::launch_prefill<128>(a, launch);
-  sm90::launch_prefill<256>(a, launch);
+  with_tiled_head(a.cache, [&]<int D, bool kExact>() { sm90::launch_prefill<D, kExact>(a, launch); });
 }
 
 }  // namespace nibblelm::cuda

@@ -4,6 +4,8 @@
 
 #include <cuda.h>
 
+#include <iterator>
+
 #include "common.cuh"
 
 namespace nibblelm::cuda {
@@ -11,11 +13,11 @@ namespace nibblelm::cuda {
 constexpr int kMapColumns{64};                // of a rectangle
 constexpr int kMapRowBytes{2 * kMapColumns};  // of a row of it in shared memory
 
-// The matrix (rows, columns) at `matrix`, rows `stride` elements of `bytes` bytes apart, in rectangles of `box_columns`
-// columns and `box_rows` rows, at most 256 each. Address, stride and a rectangle's row are multiples of 16 bytes.
-template <class What>
-CUtensorMap tensor_map(CUtensorMapDataType type, int bytes, const void* matrix, int64_t rows, int64_t columns,
-                       int64_t stride, int box_columns, int box_rows, CUtensorMapSwizzle swizzle, What what) {
+// Of an array at `array` whose last dimension comes first in `sizes` and `box`: `strides`, in bytes, of the others.
+template <size_t Rank, class What>
+CUtensorMap tensor_map(CUtensorMapDataType type, const void* array, const cuuint64_t (&sizes)[Rank],
+                       const cuuint64_t (&strides)[Rank - 1], const cuuint32_t (&box)[Rank], CUtensorMapSwizzle swizzle,
+                       What what) {
   static const auto encode = [&] {
     void* function{nullptr};
     cudaDriverEntryPointQueryResult found{};
@@ -30,14 +32,24 @@ CUtensorMap tensor_map(CUtensorMapDataType type, int bytes, const void* matrix, 
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
   }();
   CUtensorMap map{};
-  const cuuint64_t sizes[]{static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[]{static_cast<cuuint64_t>(stride) * bytes};
-  const cuuint32_t box[]{static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)}, steps[]{1, 1};
+  constexpr cuuint32_t kSteps[]{1, 1, 1};
+  static_assert(Rank <= std::size(kSteps));
   const CUresult status =
-      encode(&map, type, 2, const_cast<void*>(matrix), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      encode(&map, type, Rank, const_cast<void*>(array), sizes, strides, box, kSteps, CU_TENSOR_MAP_INTERLEAVE_NONE,
              swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) throw std::runtime_error(what() + ": no tensor map, error " + std::to_string(status));
   return map;
+}
+
+// The matrix (rows, columns) at `matrix`, rows `stride` elements of `bytes` bytes apart, in rectangles of `box_columns`
+// columns and `box_rows` rows, at most 256 each. Address, stride and a rectangle's row are multiples of 16 bytes.
+template <class What>
+CUtensorMap tensor_map(CUtensorMapDataType type, int bytes, const void* matrix, int64_t rows, int64_t columns,
+                       int64_t stride, int box_columns, int box_rows, CUtensorMapSwizzle swizzle, What what) {
+  const cuuint64_t sizes[]{static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[]{static_cast<cuuint64_t>(stride) * bytes};
+  const cuuint32_t box[]{static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)};
+  return tensor_map(type, matrix, sizes, strides, box, swizzle, what);
 }
 
 // Of bf16, in rectangles of kMapColumns columns: 16-byte chunk c of a row of 128 bytes goes to c ^ row % 8.
@@ -45,6 +57,17 @@ template <class What>
 CUtensorMap tensor_map(const void* matrix, int64_t rows, int64_t columns, int64_t stride, int box_rows, What what) {
   return tensor_map(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, matrix, rows, columns, stride, kMapColumns, box_rows,
                     CU_TENSOR_MAP_SWIZZLE_128B, what);
+}
+
+// The same of parts of a row, of `width` columns each, which rectangles do not go beyond.
+template <class What>
+CUtensorMap tensor_map_of(const void* matrix, int64_t rows, int parts, int width, int64_t stride, int box_rows,
+                          What what) {
+  const cuuint64_t sizes[]{static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(parts),
+                           static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[]{static_cast<cuuint64_t>(width) * 2, static_cast<cuuint64_t>(stride) * 2};
+  const cuuint32_t box[]{kMapColumns, 1, static_cast<cuuint32_t>(box_rows)};
+  return tensor_map(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, matrix, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B, what);
 }
 
 // Of words of 8 bytes, with one row behind the other, as they are.
@@ -67,7 +90,19 @@ __device__ __forceinline__ void copy_rectangle(uint32_t shared, const CUtensorMa
 #endif
 }
 
-// The same with a hint for L2 (common.cuh).
+// The same of a map of parts: from column `column` of part `part` on.
+__device__ __forceinline__ void copy_rectangle_of(uint32_t shared, const CUtensorMap& map, int row, int part,
+                                                  int column, uint32_t barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(column), "r"(part), "r"(row)
+      : "memory");
+#endif
+}
+
+// The same as copy_rectangle with a hint for L2 (common.cuh).
 __device__ __forceinline__ void copy_rectangle(uint32_t shared, const CUtensorMap& map, int row, int column,
                                                uint32_t barrier, uint64_t hint) {
   if constexpr (kArchitecture != 90) return copy_rectangle(shared, map, row, column, barrier);
