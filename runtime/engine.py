@@ -228,8 +228,8 @@ class LLM:
         SamplingParams, which override those of `params`; unknown ones raise. Returns a GenerationOutput, or a list of
         them in the order of the prompts; with `n` a list of n outputs in each place, drawn with seed, seed + 1, ...
 
-        A request that cannot go on (its logits are not finite) raises RequestError if it is the only one; in a list its
-        output says so (`error`).
+        A request that cannot go on (its logits are not finite, its grammar is too large) raises RequestError or
+        SchemaError if it is the only one; in a list its output says so (`error`, `error_type`).
         """
         texts, single = prompt_list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(texts)
@@ -248,7 +248,7 @@ class LLM:
         outputs = self._outputs(requests)
         if single and n is None:
             if outputs[0].error is not None:
-                raise RequestError(outputs[0].error)
+                raise outputs[0].failure()
             return outputs[0]
         if n is None:
             return outputs
@@ -362,7 +362,7 @@ class LLM:
         try:
             for piece in handle.tokens():
                 if piece.output is not None and piece.output.error is not None:
-                    raise RequestError(piece.output.error)
+                    raise piece.output.failure()
                 yield piece
         finally:
             handle.abort()

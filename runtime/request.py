@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nibblelm.errors import RequestError
+from nibblelm.errors import RequestError, SchemaError
 from nibblelm.sampler import Sampled, Sampler, row_logprobs
 from nibblelm.sampling_params import SamplingParams
 from nibblelm.structured import Guide
@@ -62,6 +62,10 @@ class GenerationOutput:
     error: str | None = None
     error_type: str | None = None
     stop_reason: str | int | None = None
+
+    def failure(self) -> RequestError:
+        """What says that it could not go on, where nothing else is to be returned."""
+        return (SchemaError if self.error_type == SchemaError.__name__ else RequestError)(self.error)
 
 
 @dataclasses.dataclass(slots=True)  # as Sampled is

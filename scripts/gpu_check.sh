@@ -270,7 +270,7 @@ e2e() {  # decode at batch 1; batches, long contexts and prefill where the weigh
       --batch 1 256 1 1 1 --depth 0 0 32768 0 0"
     "llama-3-8b 4 -1 --activations 8 --prompt-tokens 128 128 2048 --gen-tokens 256 256 16 --batch 16 256 1 --mixed"
     "llama-3-8b 4 -1 --activations 8 --kv int8 --prompt-tokens 128 2048 --gen-tokens 256 16 --batch 256 1 --mixed"
-    "llama-3-8b 4 128 $once --batch 1 64 256"
+    "llama-3-8b 4 128 --prompt-tokens 128 128 128 2048 --gen-tokens 256 256 256 16 --batch 1 64 256 1"
     "llama-3-8b 4 -1 $once --batch 1 64 256 --ctx-size 8192"
     "llama-3-8b 8 -1 --prompt-tokens 128 2048 --gen-tokens 256 16"
     "llama-3-8b 16 -1 $once"
@@ -280,10 +280,11 @@ e2e() {  # decode at batch 1; batches, long contexts and prefill where the weigh
   bench_all e2e "${kinds[@]}"
 }
 
-families() {  # of each kind of wiring a shape
-  local shapes=(gpt-neox-6.9b gemma2-9b phi3-mini stablelm-12b falcon-7b bloom-7b gemma3-12b glm4-9b qwen3-8b mistral-7b
-    cohere-35b)
-  bench_all e2e.families "${shapes[@]/%/ 4 -1 --prompt-tokens 128 --gen-tokens 256}"
+families() {  # of each kind of wiring a shape; of those with heads of 96 and 160 a long prompt, too
+  local shapes=(gpt-neox-6.9b gemma2-9b falcon-7b bloom-7b gemma3-12b glm4-9b qwen3-8b mistral-7b cohere-35b)
+  local heads=(phi3-mini stablelm-12b)
+  bench_all e2e.families "${shapes[@]/%/ 4 -1 --prompt-tokens 128 --gen-tokens 256}" \
+    "${heads[@]/%/ 4 -1 --prompt-tokens 128 2048 --gen-tokens 256 16}"
 }
 
 drafts() {  # decoding with drafts of which a share is right, beside without

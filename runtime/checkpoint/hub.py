@@ -1,6 +1,7 @@
 """From what the user names, a folder or a hub id, to a folder on this machine."""
 
 import re
+from os import PathLike
 from pathlib import Path
 
 from nibblelm.checkpoint.json_object import shown
@@ -19,6 +20,8 @@ def resolve(source: str | Path, revision: str | None = None) -> Path:
     What is missing from the cache is fetched; without a network, what is there is used. `revision` is a branch, tag
     or commit. Raises CheckpointError when neither a folder nor a snapshot can be had.
     """
+    if not isinstance(source, str | PathLike):
+        raise CheckpointError(f"the model is {source!r:.60}; supported: the path of a folder, or a hub id")
     folder, name = Path(source), str(source)
     try:
         if name and folder.is_dir():

@@ -67,14 +67,17 @@ def run(args: argparse.Namespace) -> int:
 def _fitted(
     llm: "LLM", opening: list[dict[str, Any]], turns: list[dict[str, Any]], params: "SamplingParams"
 ) -> list[dict[str, Any]]:
-    """`turns` without the oldest ones, until there is room for an answer, or for a quarter of the context."""
+    """`turns` without the oldest ones, until there is room for an answer, or for a quarter of the context; all where
+    the last alone is too long."""
     wanted = llm.max_context if params.max_tokens in (None, -1) else params.max_tokens
-    room, before = min(wanted, llm.max_context // 4), len(turns)
-    while len(turns) > 1 and llm.max_context - len(llm.encode_chat(opening + turns)) < room:
-        turns = turns[2:]  # a question and its answer
-    if dropped := (before - len(turns)) // 2:
+    room, kept = min(wanted, llm.max_context // 4), turns
+    while (free := llm.max_context - len(llm.encode_chat(opening + kept))) < room and len(kept) > 1:
+        kept = kept[2:]  # a question and its answer
+    if free <= 0:
+        return turns
+    if dropped := (len(turns) - len(kept)) // 2:
         print(f"(the context of {llm.max_context} tokens is full: forgot the oldest {dropped} turns)", file=sys.stderr)
-    return turns
+    return kept
 
 
 def _read() -> str | None:

@@ -54,8 +54,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _record_lines(record: dict[str, Any]) -> list[str]:
-    """What nibblelm.json says of the conversion and of its evaluations."""
+def _record_lines(record: dict[str, Any] | None) -> list[str]:
+    """What nibblelm.json says of the conversion and of its evaluations. None: it cannot be read."""
+    if record is None:
+        raise ValueError
     if not record:
         return []
     options = record.get("options", {})
@@ -111,7 +113,12 @@ def describe(source: str, strict: bool = False) -> dict[str, Any]:
         grouping = "per row" if found.group_size == -1 else f"groups of {found.group_size}"
         return f"int{found.bits}, {grouping}, {'symmetric' if found.symmetric else 'zero-point'}"
 
-    recorded = checkpoint.file("nibblelm.json")
+    record: dict[str, Any] | None = {}
+    if recorded := checkpoint.file("nibblelm.json"):
+        try:
+            record = read_object(recorded, CheckpointError)
+        except CheckpointError:  # nothing else depends on it
+            record = None
     kv_sizes = (config.layers, config.kv_heads, config.head_dim)
     matrices = [spec for spec in plan.specs if spec.kind in ("linear", "head")]
     parameters = sum(prod(spec.shape) for spec in plan.specs)
@@ -133,5 +140,5 @@ def describe(source: str, strict: bool = False) -> dict[str, Any]:
         "kv_int8_bytes_per_1k_tokens": 1000 * bytes_per_token(*kv_sizes, torch.int8),
         "schemes": dict(Counter(scheme(spec.module) for spec in matrices)),
         "unfused": [group[0] for group in plan.groups if len({scheme(name) for name in group}) > 1],
-        "record": read_object(recorded, CheckpointError) if recorded else {},
+        "record": record,
     }

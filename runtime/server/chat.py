@@ -83,7 +83,7 @@ async def chat_completions(service: Service, http: HttpRequest) -> Any:
     service.check_model(f)
     wanted = read_chat(service, f)
     with service.admitted(wanted.common.n) as room:
-        thinking, requests = await service.in_pool(_requests, service, wanted)
+        thinking, requests = await service.in_pool(_requests, service, wanted, of=f.size)
         if wanted.common.stream:
             return EventStream(service, requests, lambda: _Answer(service, wanted, thinking).events, room.passed_on())
         outputs = await service.outputs(service.begun(requests, stream=False), http.receive)

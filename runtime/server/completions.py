@@ -80,7 +80,7 @@ async def completions(service: Service, http: HttpRequest) -> Any:
     n, stream = wanted.common.n, wanted.common.stream
     with service.admitted(n * len(wanted.prompts), "n" if n > 1 else "prompt") as room:
         quick = not wanted.common.guided and n * sum(OUTPUT + len(prompt) for prompt in wanted.prompts) <= QUICK
-        requests = await service.in_pool(_requests, service, wanted, quick=quick)
+        requests = await service.in_pool(_requests, service, wanted, quick=quick, of=f.size)
         if stream:
             return EventStream(service, requests, lambda: _Answer(service, wanted, requests).events, room.passed_on())
         outputs = await service.outputs(service.begun(requests, stream=False), http.receive)

@@ -34,8 +34,8 @@ class Fields:
     All raise ApiError 400 with the field's path (`messages[2].content`) for a value that is not supported.
     """
 
-    def __init__(self, value: Any, path: str = "") -> None:
-        self.path = path
+    def __init__(self, value: Any, path: str = "", size: int = 0) -> None:
+        self.path, self.size = path, size  # bytes of the body, where it is one
         if not isinstance(value, dict):
             self.refuse("", value, "an object")
         self._left: dict[str, Any] = dict(value)

@@ -26,6 +26,9 @@ from nibblelm.server.fields import Fields, parse
 MOST_BYTES = 4 << 20
 """Of a request's body; a context of 128k tokens is about 0.5 MB of text."""
 
+LONG_BYTES = 1 << 17
+"""A body from which on tokenizing takes tens of milliseconds: 4 MiB take a second or two."""
+
 BODY_S = 30.0
 """Seconds in which a body has to arrive."""
 
@@ -123,6 +126,7 @@ class Service:
         self.engine_failed = asyncio.Event()
         limits.check(llm.max_sequences, llm.engine.most)
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="nibblelm-server")
+        self._long = ThreadPoolExecutor(1, thread_name_prefix="nibblelm-server-long")  # for who others shall not wait
         self._settings: dict[tuple[Any, str], Any] = {}
 
     @cached_property
@@ -171,12 +175,14 @@ class Service:
             self._settings[key] = found
         return self._settings[key]
 
-    async def in_pool(self, function: Callable[..., T], *args: Any, quick: bool = False) -> T:
-        """Run what would hold up the event loop, but for what is `quick`. The package's errors become a client's."""
+    async def in_pool(self, function: Callable[..., T], *args: Any, quick: bool = False, of: int = 0) -> T:
+        """Run what would hold up the event loop, but for what is `quick`. `of`: bytes of the request's body, by which
+        long ones have a thread of their own. The package's errors become a client's."""
         try:
             if quick:  # handing it to a thread and back takes longer
                 return function(*args)
-            return await asyncio.get_running_loop().run_in_executor(self._pool, function, *args)
+            pool = self._long if of > LONG_BYTES else self._pool
+            return await asyncio.get_running_loop().run_in_executor(pool, function, *args)
         except NibbleLMError as error:
             raise as_api_error(error) from error
 
@@ -313,16 +319,15 @@ async def read_body(request: HttpRequest) -> Fields:
     if kind.split(b";")[0].strip().lower() != b"application/json":
         raise ApiError(415, "the body has to be JSON, sent with the header Content-Type: application/json")
 
-    async def read() -> bytes:
+    async def read() -> bytes:  # to the end, also what is too long: closed before, few clients see the answer
         body = bytearray()
         more = True
         while more:
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            body += message["body"]
-            if len(body) > MOST_BYTES:
-                raise _too_long()
+            if len(body) <= MOST_BYTES:
+                body += message["body"]
             more = message["more_body"]
         return bytes(body)
 
@@ -331,7 +336,7 @@ async def read_body(request: HttpRequest) -> Fields:
         whole = await within(BODY_S, read(), "the body")
     if len(whole) > MOST_BYTES:
         raise _too_long()
-    return Fields(parse(whole))
+    return Fields(parse(whole), size=len(whole))
 
 
 def _too_long() -> ApiError:

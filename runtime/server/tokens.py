@@ -30,7 +30,7 @@ async def tokenize(service: Service, http: HttpRequest) -> Response:
             return tokenizer.encode(prompt, special)
         return service.llm.encode_chat(messages or [])
 
-    tokens = await service.in_pool(ids)
+    tokens = await service.in_pool(ids, of=f.size)
     return answer({"tokens": tokens, "count": len(tokens), "max_model_len": service.llm.max_context})
 
 
@@ -46,7 +46,7 @@ async def detokenize(service: Service, http: HttpRequest) -> Response:
 
     tokens = f.take("tokens", f"a list of token ids, 0 to {size - 1}", fits, required=True)
     f.end()
-    return answer({"prompt": await service.in_pool(tokenizer.decode, tokens, False)})
+    return answer({"prompt": await service.in_pool(tokenizer.decode, tokens, False, of=f.size)})
 
 
 def _tokenizer(service: Service) -> Tokenizer:

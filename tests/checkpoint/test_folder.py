@@ -260,3 +260,9 @@ def test_what_others_make_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     with pytest.raises(CheckpointError, match="is a pointer of Git LFS"):
         Checkpoint(tmp_path).names()
+
+
+@pytest.mark.parametrize("source", [None, 3, b"folder"])
+def test_what_is_no_path_is_named(source: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"the model is .*; supported: the path of a folder, or a hub id"):
+        open_checkpoint(source)

@@ -300,6 +300,11 @@ def test_version_info_and_doctor(stories: str) -> None:
     assert info["bits_per_weight"] == pytest.approx(32.0)
     assert info["kv_bytes_per_1k_tokens"] == 1000 * 2 * 5 * 4 * 8 * 2
     assert "5 layers" in run("info", "-m", stories).stdout
+    (Path(stories) / "nibblelm.json").write_text("{")  # a record that cannot be read is no reason to say nothing
+    broken = run("info", "-m", stories)
+    (Path(stories) / "nibblelm.json").unlink()
+    assert broken.returncode == 0, broken.stderr
+    assert broken.stdout.splitlines()[-1] == "nibblelm.json    is not as nibblelm convert writes it"
     doctor = run("doctor")
     assert doctor.returncode == 0
     assert "CPU kernels: " in doctor.stdout
@@ -407,6 +412,8 @@ def test_chat_forgets_its_oldest_turns_when_the_context_is_full(chatty: str) -> 
     assert "forgot the oldest 1 turns" in errors
     assert errors.count("nibblelm: error: ") == 2, errors  # the one too long, and the one that is not UTF-8
     assert "leaves no room" in errors
+    before = errors[: errors.index("leaves no room")].splitlines()
+    assert not any("forgot" in line for line in before[-2:]), "nothing is forgotten for what has no room alone"
     prompts = [int(n) for n in re.findall(r"prompt: (\d+) tokens", errors)]
     assert len(prompts) == 6
     assert all(n <= 512 - 12 for n in prompts)

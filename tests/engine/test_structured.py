@@ -206,6 +206,13 @@ def test_a_guide_that_fails_on_the_way_ends_one_request(llm: LLM, monkeypatch: p
     assert len(other.result().output.token_ids) == 30
 
 
+def test_a_guide_that_fails_alone_raises_its_own_error(llm: LLM) -> None:
+    """As in a list, whose output has its name."""
+    for options in ({"regex": "("}, {"regex": "(a{1000}){1000}"}):
+        with pytest.raises(SchemaError):
+            llm.generate("A", max_tokens=5, **options)
+
+
 def test_end_tokens_beyond_the_vocabulary(tmp_path: Path) -> None:
     demo = Path(__file__).parents[2] / "demo" / "stories-7m"
     shutil.copytree(demo, tmp_path / "model", copy_function=shutil.copyfile)

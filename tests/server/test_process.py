@@ -94,6 +94,39 @@ def test_paths_methods_and_bodies(server: Any) -> None:
         assert message in answer["error"]["message"]
 
 
+def test_who_sends_too_much_is_told_when_all_is_sent(server: Any) -> None:
+    """A connection closed while the client still writes would take the answer with it."""
+    body = b" " * (24 << 20)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+        )
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert (response.status, "more than 4194304 bytes" in response.read().decode()) == (413, True)
+
+
+def test_long_prompts_do_not_hold_up_others(server: Any) -> None:
+    """Refused for their length, but tokenized before, which takes a second each."""
+    body, ended = {"prompt": "a" * 4_000_000}, []
+
+    def ask() -> None:
+        status, answer, _ = server.request("POST", "/v1/completions", body)
+        assert (status, "tokens" in answer["error"]["message"]) == (400, True)
+        ended.append(time.monotonic())
+
+    asking = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in asking:
+        thread.start()
+    time.sleep(0.5)
+    assert server.request("POST", "/tokenize", {"prompt": "A"})[0] == 200
+    told = time.monotonic()
+    for thread in asking:
+        thread.join()
+    assert told < sorted(ended)[2], "behind three of four long ones"
+
+
 def test_tokens_are_those_of_the_model(server: Any, llm: LLM) -> None:
     text = "Lily & Ben, ☀"
     assert server.request("POST", "/tokenize", {"prompt": text})[1]["tokens"] == llm.encode(text)
