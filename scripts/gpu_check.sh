@@ -7,7 +7,7 @@
 #
 # Parts: build tests memcheck racecheck ops e2e drafts families latency load serve convert record, the default, and
 #   cards                what must have the cards to itself: memory given back, with two nothing of one on the other
-#   schedules            500 random schedules of the engine, over all kinds of models
+#   schedules            random schedules of the engine, five for each kind of model, and full batches of 256
 #   peers, vllm-folders  need --vllm DIR, with run_vllm.py and vLLM's site.tar.xz
 # With --wheel FILE, one of `make wheel`, build installs that: the tests' result is then also the wheel's. With --data
 # DIR tests find the real checkpoints and text that some of them read. With --only "PATH...", tests and sanitizers
@@ -167,7 +167,7 @@ run_tests() {
 }
 
 schedules() {
-  gpu_tests schedules tests/engine/test_exactness.py -k test_ids_are_those
+  gpu_tests schedules tests/engine/test_exactness.py -k "test_ids_are_those or full_batch"
 }
 
 cards() {  # alone, since the driver counts what all processes take

@@ -51,7 +51,7 @@ def gpu(rows: Sequence[dict[str, Any]], peers: Sequence[dict[str, Any]] = ()) ->
     for row in rows:
         weights = scheme(row) + (", 8-bit activations" if row.get("activations") == 8 else "")
         weights += ", int8 KV" if row.get("kv") == "int8" else ""
-        weights += "" if row["tree"] == rows[0]["tree"] else " (an older tree)"
+        weights += "" if row["tree"] == rows[0]["tree"] else " (another tree)"
         if row.get("load") == "mixed":
             load = f"{row['requests']} requests, {row['prompt_tokens']:,} and {row['output_tokens']:,} tokens"
             cells.append([row["shape"], weights, load, f"{row['output_tok_s']['mean']:,.0f}", "", ""])
@@ -235,7 +235,7 @@ def checks(record: dict[str, Any]) -> str:
     files = record["files"].values()
     passed, failed, skipped = (sum(file[how] for file in files) for how in ("passed", "failed", "skipped"))
     older = sum(file["tree"] != record["tree"] for file in files)
-    of = f" in {len(files)} files" + (f", {older} of them with an older tree" if older else "")
+    of = f" in {len(files)} files" + (f", {older} of them of another tree" if older else "")
     of += f", {cut} cut off" if (cut := sum("cut off" in file for file in files)) else ""
     cells = [["GPU tests", f"{passed} passed, {failed} failed, {skipped} skipped{of}"]]
     if cards := record.get("cards"):
