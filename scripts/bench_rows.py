@@ -83,17 +83,17 @@ def bench_norms(limits: Limits, quick: bool) -> Iterator[Row]:
             yield moving("layer_norm", shape, label, nbytes, time, peak, "F.layer_norm", base)
 
 
-def caches(length: int, batch: int, count: int) -> list[tuple[Tensor, Tensor]]:
-    """Pools of pages. A baseline takes the same memory as (batch, 8, length, 128)."""
-    shape = (batch * length // ops.PAGE, 8, ops.PAGE, 128)
+def caches(length: int, batch: int, count: int, d: int = 128) -> list[tuple[Tensor, Tensor]]:
+    """Pools of pages, 8 KV heads of `d` values. A baseline takes the same memory as (batch, 8, length, d)."""
+    shape = (batch * length // ops.PAGE, 8, ops.PAGE, d)
     return [tuple(torch.randn(shape, device=DEVICE).to(BF16) for _ in range(2)) for _ in range(count)]  # type: ignore[misc]
 
 
-def int8_caches(length: int, batch: int, count: int) -> list[tuple[ops.Int8Pages, ops.Int8Pages]]:
+def int8_caches(length: int, batch: int, count: int, d: int = 128) -> list[tuple[ops.Int8Pages, ops.Int8Pages]]:
     """The same in int8."""
 
     def pool() -> ops.Int8Pages:
-        shape = (batch * length // ops.PAGE, 8, ops.PAGE, 128)
+        shape = (batch * length // ops.PAGE, 8, ops.PAGE, d)
         codes = torch.randint(-127, 128, shape, dtype=torch.int8, device=DEVICE)
         return ops.Int8Pages(codes, torch.rand(codes.shape[:3], device=DEVICE) / 50)
 
@@ -147,28 +147,30 @@ def bench_decode_attention(limits: Limits, quick: bool) -> Iterator[Row]:
 
 
 def bench_prefill_attention(limits: Limits, quick: bool) -> Iterator[Row]:
-    """Causal, 32 query and 8 KV heads of 128, bf16, and of an int8 cache; half the products count."""
-    for length in (2048, 8192, 32768):
-        pairs = caches(length, 1, 4)
-        q = torch.randn(length, 32, 128, device=DEVICE).to(BF16)
+    """Causal, 32 query and 8 KV heads, bf16, and of an int8 cache; half the products count. Heads of 128 values, then
+    of sizes that share kernels."""
+    for length, d in ((2048, 128), (8192, 128), (32768, 128), (8192, 80), (8192, 96), (8192, 160), (8192, 192)):
+        pairs = caches(length, 1, 4, d)
+        q = torch.randn(length, 32, d, device=DEVICE).to(BF16)
         slots = torch.zeros(length, device=DEVICE).int()
         where = (slots, torch.arange(length, device=DEVICE).int(), page_tables(length, 1))
         tiles = torch.tensor(ops.prompt_tiles([length]), dtype=torch.int32, device=DEVICE)
         heads_first = q.transpose(0, 1).unsqueeze(0).contiguous()
 
         def ours(kv: Any, q: Tensor = q, where: tuple[Tensor, ...] = where, tiles: Tensor = tiles) -> Tensor:
-            return ops.attention(q, *kv, *where, 128**-0.5, tiles=tiles)
+            return ops.attention(q, *kv, *where, q.shape[2] ** -0.5, tiles=tiles)
 
-        def sdpa(kv: Any, q: Tensor = heads_first, shape: tuple[int, ...] = (1, 8, length, 128)) -> Tensor:
+        def sdpa(kv: Any, q: Tensor = heads_first, shape: tuple[int, ...] = (1, 8, length, d)) -> Tensor:
             k, v = (t.view(shape) for t in kv)
             return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
         base = time_us(sdpa, pairs, 5)
-        for label, kv in (("bf16", pairs), ("int8 KV", int8_caches(length, 1, 4))):
+        shape = f"L={length} causal" + (f" D={d}" if d != 128 else "")
+        for label, kv in (("bf16", pairs), ("int8 KV", int8_caches(length, 1, 4, d))):
             time = time_us(ours, kv, 5)
-            rate = 2 * length * length * 128 * 32 / time / 1e6
+            rate = 2 * length * length * d * 32 / time / 1e6
             percent = 100 * rate / limits.bf16_tflop_s
-            yield Row("prefill", f"L={length} causal", label, time, None, rate, percent, "SDPA", base)
+            yield Row("prefill", shape, label, time, None, rate, percent, "SDPA", base)
 
 
 def bench_small(limits: Limits, quick: bool) -> Iterator[Row]:

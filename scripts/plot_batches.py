@@ -33,7 +33,7 @@ def our_lines(rows: list[dict[str, Any]]) -> Lines:
         label = f"NibbleLM {scheme(row)}"
         label += ", 8-bit activations" if row.get("activations") == 8 else ""
         label += ", int8 KV" if row.get("kv") == "int8" else ""
-        label += "" if row["tree"] == rows[0]["tree"] else " (an older tree)"
+        label += "" if row["tree"] == rows[0]["tree"] else " (another tree)"
         lines.setdefault(label, {})[row["batch"]] = row["decode_tok_s"]["mean"]
     return {label: sorted(line.items()) for label, line in lines.items() if len(line) > 1}
 

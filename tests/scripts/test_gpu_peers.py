@@ -104,7 +104,7 @@ def test_lines_of_the_picture(tmp_path: Path) -> None:
     assert plot_batches.our_lines(ours) == {
         "NibbleLM int4 per row": [(1, 700.0), (256, 179200.0)],
         "NibbleLM int4 per row, 8-bit activations": [(16, 700.0), (256, 700.0)],
-        "NibbleLM int8 per row (an older tree)": [(1, 700.0), (64, 700.0)],
+        "NibbleLM int8 per row (another tree)": [(1, 700.0), (64, 700.0)],
     }
     assert plot_batches.peer_lines(peer_rows()) == {
         "vLLM 0.25.0 int4": list(INT4.items()),
