@@ -6,9 +6,9 @@
 //   build/bench_step phi3-mini|llama-3-8b|llama-3.2-1b ROWS[,ROWS...] [POSITIONS [LAYERS [GROUP [ACTIVATIONS [KV]]]]]
 //
 // ROWS: sequences, 1 to 2048, one measurement after the other. POSITIONS: tokens that each has, 256 if not said; 0: no
-// attention. LAYERS: 0 for more than L2 holds. GROUP: of the int4 weights, -1 for a scale per row, 32, 64 or 128.
-// ACTIVATIONS: 16 or 8 bits. KV: bf16 or int8. Weights and inputs are random, the same in every run. The hash is of
-// what four steps compute, the time a median of 25 measurements of 5 steps.
+// attention. LAYERS: 0 for the model's; keys and values of fewer may stay in L2. GROUP: of the int4 weights, -1 for a
+// scale per row, 32, 64 or 128. ACTIVATIONS: 16 or 8 bits. KV: bf16 or int8. Weights and inputs are random, the same in
+// every run. The hash is of what four steps compute, the time a median of 25 measurements of 5 steps.
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
@@ -187,8 +187,8 @@ struct Step {
 };
 
 void measure(const std::string& name, const Options& options, int layers) {
-  const std::map<std::string, Shape> shapes{{"phi3-mini", {3072, 8192, 32, 32, 96, 16}},
-                                            {"llama-3-8b", {4096, 14336, 32, 8, 128, 12}},
+  const std::map<std::string, Shape> shapes{{"phi3-mini", {3072, 8192, 32, 32, 96, 32}},
+                                            {"llama-3-8b", {4096, 14336, 32, 8, 128, 32}},
                                             {"llama-3.2-1b", {2048, 8192, 32, 8, 64, 16}}};
   const auto found = shapes.find(name);
   if (found == shapes.end()) throw std::invalid_argument(name + ": phi3-mini, llama-3-8b or llama-3.2-1b");
