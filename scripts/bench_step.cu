@@ -6,9 +6,10 @@
 //   build/bench_step phi3-mini|llama-3-8b|llama-3.2-1b ROWS[,ROWS...] [POSITIONS [LAYERS [GROUP [ACTIVATIONS [KV]]]]]
 //
 // ROWS: sequences, 1 to 2048, one measurement after the other. POSITIONS: tokens that each has, 256 if not said; 0: no
-// attention. LAYERS: 0 for the model's; keys and values of fewer may stay in L2. GROUP: of the int4 weights, -1 for a
-// scale per row, 32, 64 or 128. ACTIVATIONS: 16 or 8 bits. KV: bf16 or int8. Weights and inputs are random, the same in
-// every run. The hash is of what four steps compute, the time a median of 25 measurements of 5 steps.
+// attention. LAYERS: 0 for the model's; keys and values of fewer may stay in L2, of all and a thousand rows they take
+// 70 GB. GROUP: of the int4 weights, -1 for a scale per row, 32, 64 or 128. ACTIVATIONS: 16 or 8 bits. KV: bf16 or
+// int8. Weights and inputs are random, the same in every run. The hash is of what four steps compute, the time a median
+// of 25 measurements of 5 steps.
 #include <algorithm>
 #include <charconv>
 #include <cstdio>
