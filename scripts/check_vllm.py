@@ -4,8 +4,9 @@
 
 Converts the demo model by every method, and in other formats by one, and compares vLLM's log-probabilities of a story's
 tokens with those of `LLM(folder, dtype="bf16")`. vLLM has a process for each folder, one on each card at a time, with
-SITE first on its path. A folder that it does not open is a row with the end of its message. Exits with 1 where one is
-not opened, or the mean difference is over 0.02, a few times the error of bf16.
+SITE first on its path. A folder that it does not open is a row with the end of its message; one that --limit leaves no
+time for is none, so that a record keeps what it had. Exits with 1 where one is not opened or not read in time, or the
+mean difference is over 0.02, a few times the error of bf16.
 """
 
 import argparse
@@ -70,8 +71,8 @@ def our_logprobs(folder: Path, ids: list[int], device: str) -> torch.Tensor:
     return scores[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(1)).squeeze(1)
 
 
-def their_logprobs(folder: Path, ids: list[int], site: str, card: str, limit: float) -> torch.Tensor | str:
-    """The same by vLLM, or why not."""
+def their_logprobs(folder: Path, ids: list[int], site: str, card: str, limit: float) -> torch.Tensor | str | None:
+    """The same by vLLM, or why not; None where `limit` seconds were not enough."""
     paths = os.pathsep.join([site, *filter(None, [os.environ.get("PYTHONPATH")])])
     places = {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": card, "VLLM_CACHE_ROOT": str(folder.parent / "cache")}
     environment = os.environ | ENVIRONMENT | places
@@ -87,7 +88,7 @@ def their_logprobs(folder: Path, ids: list[int], site: str, card: str, limit: fl
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"not done after {limit:.0f} s"
+        return None
     answers = [line for line in result.stdout.splitlines() if line.startswith("[")]
     if result.returncode or not answers:
         return f"exit code {result.returncode}: {result.stderr[-1200:]}"
@@ -115,7 +116,7 @@ def main() -> int:
     for card in cards:
         free.put(card)
 
-    def theirs(folder: Path) -> torch.Tensor | str:
+    def theirs(folder: Path) -> torch.Tensor | str | None:
         card = free.get()
         try:
             limit = args.limit - (time.monotonic() - begun)
@@ -127,7 +128,10 @@ def main() -> int:
     with ThreadPoolExecutor(len(cards)) as pool:
         for name, found in zip(folders, pool.map(theirs, folders.values()), strict=True):
             facts = {"folder": name, "tokens": len(ids) - 1}
-            if isinstance(found, str):
+            if found is None:
+                print(f"{name}: not read within {args.limit:.0f} s of all")
+                good = False
+            elif isinstance(found, str):
                 rows.add(**facts, opened=False, message=found)
                 good = False
             else:

@@ -51,3 +51,9 @@ def test_log_probabilities_are_those_of_another_reader(demo: Path, tmp_path: Pat
         assert rows[name]["tokens"] == 200
         assert 0 < rows[name]["mean"] <= 0.02  # with activations in bf16 on the other side, as in vLLM
         assert rows[name]["mean"] <= rows[name]["most"] < 0.2
+    before = record.read_text()
+    (package / "__init__.py").write_text("import time; time.sleep(60)")
+    late = script("check_vllm.py", *options, "--limit", "1", "--folder", names[0])
+    assert late.returncode == 1, late.stderr
+    assert f"{names[0]}: not read within 1 s of all" in late.stdout
+    assert record.read_text() == before
