@@ -62,6 +62,8 @@ KEY = ("test", "model", "kind", "tree")
 BLOCK = 20
 """First tokens of a block."""
 
+TESTS = ("ready", "first token", "mixed", "steady")
+
 GREEDY = nibblelm.SamplingParams(temperature=0, ignore_eos=True)
 
 
@@ -368,6 +370,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="llama-3-8b")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="measure this one instead of a shape")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--test", nargs="+", choices=TESTS, default=TESTS, metavar="NAME", help="measure these alone")
     parser.add_argument("--kv-memory", default="32G", metavar="BYTES", help="of each of the two engines (32G)")
     parser.add_argument("--requests", type=int, default=256, help="of the mixed load (256)")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of the mixed load, and starts (3)")
@@ -390,9 +393,10 @@ def main() -> int:
         return 0
     folder = args.model or folder_of_shape(args.shape, args.work, args.device.split(":")[0])
     name = folder.name if args.model else args.shape
-    ready(rows, "stories-7m", small, ["--device", args.device], args.repeats)
     options = ["--device", args.device, "--kv-memory", args.kv_memory]
-    ready(rows, name, folder, options, args.repeats)
+    if "ready" in args.test:
+        ready(rows, "stories-7m", small, ["--device", args.device], args.repeats)
+        ready(rows, name, folder, options, args.repeats)
     late = 0
     with serving(folder, options) as (url, _):
         llm = nibblelm.LLM(folder, args.device, kv_memory=parse_size(args.kv_memory))
@@ -402,7 +406,7 @@ def main() -> int:
             "mixed": lambda: bench.mixed(args.requests, args.repeats),
             "steady": lambda: bench.steady(args.seconds, args.places or llm.max_sequences),
         }
-        for test, run in tests.items():
+        for test, run in ((test, run) for test, run in tests.items() if test in args.test):
             if (spent := time.monotonic() - begun) > args.limit:
                 print(f"{test}: not measured, {spent:.0f} s are spent of {args.limit:.0f}")
                 late = 1
