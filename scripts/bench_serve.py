@@ -321,6 +321,7 @@ class Pretended:
 
     def close(self) -> None:
         self._served.close()
+        self.card.device = torch.device("cpu")  # its thread would wait for torch's CUDA
         self.llm.close()
 
     def cpu_s(self) -> tuple[float, float]:

@@ -29,7 +29,7 @@ def decode_s(rows: int) -> float:
 class Card:
     """What the engine asks of a Runner, for `slots` sequences and a vocabulary of that size."""
 
-    device = SimpleNamespace(type="cuda")  # so that steps sample on the device; first logits are on the CPU
+    device: Any = SimpleNamespace(type="cuda")  # so that steps sample on the device; first logits are on the CPU
     samples_on_device, bidirectional = True, False
 
     def __init__(self, slots: int, vocab_size: int) -> None:

@@ -49,11 +49,14 @@ def test_every_row_of_a_shape(tiny: str, demo: Path, tmp_path: Path, monkeypatch
     shown = show_record.serve(list(rows.values()))
     assert [line.split(" | ")[1] for line in shown.splitlines()[2:5]] == ["ready", "ready", "first token"]
     assert shown.count("p99") == 2
-    monkeypatch.setattr(sys, "argv", ["bench_serve.py", *options, "--limit", "0"])
+    record.unlink()
+    monkeypatch.setattr(sys, "argv", ["bench_serve.py", *options, "--test", "mixed", "--limit", "0"])
     assert bench_serve.main() == 1, "what there was no time for is not silent"
+    assert not record.exists(), "of the start, which was not asked for"
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_card_that_is_pretended(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_serve
 
