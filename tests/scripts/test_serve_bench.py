@@ -53,6 +53,19 @@ def test_every_row_of_a_shape(tiny: str, demo: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(sys, "argv", ["bench_serve.py", *options, "--test", "mixed", "--limit", "0"])
     assert bench_serve.main() == 1, "what there was no time for is not silent"
     assert not record.exists(), "of the start, which was not asked for"
+    monkeypatch.setattr(bench_serve.nibblelm, "LLM", None)  # what starts alone needs no engine beside it
+    monkeypatch.setattr(sys, "argv", ["bench_serve.py", *options, "--test", "ready"])
+    assert bench_serve.main() == 0
+    assert {row["test"] for row in json.loads(record.read_text())} == {"ready"}
+
+
+def test_a_pretended_card_has_tests_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    import bench_serve
+
+    monkeypatch.setattr(sys, "argv", ["bench_serve.py", "--pretend", "--test", "mixed"])
+    with pytest.raises(SystemExit, match="2"):
+        bench_serve.main()
+    assert "--pretend has tests of its own" in capsys.readouterr().err
 
 
 @pytest.mark.slow
